@@ -150,12 +150,14 @@ def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
 def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass over a table of moves instead of keeping rings in registers."""
     need("triton")
+    import triton.language as tl
+
     from wball.kernels import triton_flows, triton_stencil
     from wball.kernels.entropic_plan import triton as triton_plan
 
     monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
     for module in (triton_stencil, triton_flows):
-        monkeypatch.setattr(module, "ON_CHIP", 0)
+        monkeypatch.setattr(module, "ON_CHIP", tl.constexpr(0))
     for scale in (3.0, 40.0):
         case = Case((1, 2, 5, 6), GridCost(5), scale=scale, sweeps=1)
         test_as_good_as_torch_in_float32("triton", case)

@@ -238,10 +238,13 @@ PROJECTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("factors", [False, True], ids=["point", "plan"])
 @pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["projected_sinkhorn"]))
 @pytest.mark.parametrize("name", PROJECTIONS)
-def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
+def test_projected_sinkhorn(kernel: str, name: str) -> None:
+    check_projection(kernel, name, factors=True)
+
+
+def check_projection(kernel: str, name: str, factors: bool) -> None:
     """Few sweeps: a point is valid wherever they end."""
     case = PROJECTIONS[name]
     x, w = case.x.to(DEVICE), case.w.to(DEVICE)
@@ -263,6 +266,18 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     assert bool((left | (found.cost <= budget * (1 + 1e-6))).all()), "budget"
     assert bool((found.gap >= -1e-6 * (1 + found.objective.abs())).all()), "gap"
     assert case.also(case, found), "what this case is about"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [(kernel, name) for kernel in ("cpu", "torch") for name in PROJECTIONS]
+    + [
+        pytest.param("triton", name, marks=[pytest.mark.slow] * (k % 3 != 0))
+        for k, name in enumerate(PROJECTIONS)
+    ],
+)
+def test_projected_sinkhorn_without_a_plan(kernel: str, name: str) -> None:
+    check_projection(kernel, name, factors=False)
 
 
 # Linear functions ------------------------------------------------------------------------------------------------

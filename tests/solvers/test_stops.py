@@ -54,12 +54,12 @@ def test_a_time_limit_ends_with_a_point_of_the_ball(
         assert bool((result.upper >= best.value).all()) and bool((result.value <= best.upper).all())
 
 
-@pytest.mark.parametrize("work", ["support", "project", "support of 1,024 bins"])
+@pytest.mark.parametrize("work", ["support", "project", "support of 512 bins"])
 def test_what_takes_minutes_ends_after_its_time_limit(work: str) -> None:
     """512 x 512 x 3 ``support`` did not end in a minute; a sixteenth of the pixels will do."""
     ball, (x, g) = wball.WassersteinBall(0.1), draws(1, 3, 128, 128)
     if "bins" in work:
-        ball, (x, g) = dense(1024), draws(1, 1024)
+        ball, (x, g) = dense(512), draws(1, 512)
     begun = time.monotonic()
     result = solved(work.split()[0], ball, x, g, math.inf, 0.5)
     assert time.monotonic() - begun < 30
@@ -84,7 +84,7 @@ def test_pixels_that_exchange_mass_only_with_each_other(
 ) -> None:
     """Tiny images, mostly full, and points near and far: directions without curvature stall no solver."""
     monkeypatch.setenv("WBALL_KERNEL", kernel)
-    count, random = 60 if kernel == "cpu" else 20, torch.Generator().manual_seed(1)
+    count, random = 60 if kernel == "cpu" else 8, torch.Generator().manual_seed(1)
     x = torch.rand((count, 1, *shape), generator=random, dtype=torch.float64)
     x = torch.where(torch.rand(x.shape, generator=random) < 0.6, 1.0, x).clamp(min=0.2)
     size = 10 ** (3 * torch.rand((count, 1, 1, 1), generator=random, dtype=torch.float64) - 1.5)

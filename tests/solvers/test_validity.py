@@ -16,7 +16,7 @@ from torch import Tensor
 import wball
 
 LONG = bool(os.environ.get("WBALL_LONG"))
-REGS = (1.0, 10.0, 100.0, 1e3, 3e3, 1e5, 1e7, math.inf)
+REGS = (1.0, 100.0, 3e3, 1e5, 1e7, math.inf)
 
 
 def digits() -> Tensor:
