@@ -93,6 +93,7 @@ def test_nominal(shop: Small) -> None:
     assert list(shop.missing) == ["mnist-binarized"]  # ours is beyond the paper, and not missed
 
 
+@pytest.mark.slow  # test_windows measures the same curves on one data set
 def test_curves(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(curves.QUICK, "cifar10", 5)
     shop.absent = ("cifar10-linf-provable",)
