@@ -322,7 +322,7 @@ def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
     assert all(module.training for module in noisy.modules())
     assert all(p.requires_grad for p in noisy.parameters())
     assert "probabilities" in {w.code for w in result.warnings}
-    assert {note.code for note in result.notes} == {"train-mode", "few-classes"}
+    assert {note.code for note in result.notes} == {"train-mode"}
     assert not result.reliable
 
 

@@ -307,17 +307,14 @@ class GradientAttack(Attack):
         progress: StepCount | None = None,
         start: Tensor | None = None,
     ) -> AttackResult:
-        objective = objectives.find(self.objective)
         if x.shape[0] == 0:
             return empty(x)
-        # Examples that will be rounded are climbed as high as they go: at the boundary rounding would undo them.
-        until = self.until_success and self.levels is None
-        batch = AttackBatch(model, self.ball, x, y, target, objective, until, progress, start=start)
+        batch = AttackBatch(self, model, x, y, target, progress, start)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
         best = batch.finish()
-        loss = objectives.report(objective, best.loss, targeted=target is not None)
+        loss = objectives.report(batch.objective, best.loss, targeted=target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from wball.ball import Ball
 from wball.model import Model, ask, check_classes, full_precision, judge, reached
 from wball.plan import AnyPlan, StoredPlan
 from wball.progress import Bar
+
+if TYPE_CHECKING:
+    from wball.attacks.base import GradientAttack
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -117,20 +120,18 @@ class AttackBatch:
 
     def __init__(
         self,
+        attack: GradientAttack,
         model: Model,
-        ball: Ball,
         x: Tensor,
         y: Tensor,
         target: Tensor | None,
-        objective: objectives.Objective,
-        until_success: bool,
         progress: StepCount | None = None,
-        *,
         start: Tensor | None = None,
     ) -> None:
-        self.start = start
-        self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
-        self.objective, self.until_success = objective, until_success
+        self.model, self.ball, self.x, self.y, self.target = model, attack.ball, x, y, target
+        self.start, self.objective = start, objectives.find(attack.objective)
+        # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
+        self.until_success = attack.until_success and attack.levels is None
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
         self._counted = self.queries
         self._proof: StoredPlan | None = None
@@ -143,7 +144,9 @@ class AttackBatch:
             if target is not None:
                 check_classes("target", target, logits)
             self._aim = (
-                objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
+                self.objective.rival(logits, y)
+                if isinstance(self.objective, objectives.RunnerUp)
+                else None
             )
             success, loss = self.reached(logits), self.loss(logits)
             wrong = success.nonzero().squeeze(1)
@@ -161,7 +164,7 @@ class AttackBatch:
         queries = steps + self.queries
         late = loss.clone()
         self._all = _Best(
-            x.clone(), success, zero, loss, steps, status, self._radius(ball), queries, late
+            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries, late
         )
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)

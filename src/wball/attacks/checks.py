@@ -16,7 +16,6 @@ ZeroGradientWarning         some image's gradient is exactly zero     gradient m
                                                                       use a smooth stand-in or a straight-through
                                                                       gradient, or a decision-based attack
 NonFiniteWarning            logits or gradients have NaN or inf       the model overflows or divides by zero
-FewClassesWarning           there are fewer than 4 classes            targeted DLR needs 4, and becomes the margin
 ==========================  ========================================  ==============================================
 """
 
@@ -56,10 +55,6 @@ class NonFiniteWarning(ModelWarning):
     """Some logits or gradients are NaN or infinite."""
 
 
-class FewClassesWarning(ModelWarning):
-    """Some objectives need more classes than the model has."""
-
-
 def check_model(
     model: Model, x: Tensor, y: Tensor, *, limit: int = 64
 ) -> tuple[type[ModelWarning], ...]:
@@ -85,10 +80,7 @@ def check_model(
         found[RandomModelWarning] = (
             f"two evaluations of the same images differ by up to {drift:.3g}"
         )
-    probabilities = (
-        (logits >= 0).all() & (logits <= 1).all() & ((logits.sum(1) - 1).abs() < 1e-4).all()
-    )
-    if bool(probabilities):
+    if are_probabilities(logits):
         found[ProbabilitiesWarning] = (
             "the outputs look like probabilities; return logits, softmax hides gradients"
         )
@@ -99,13 +91,15 @@ def check_model(
         found[ZeroGradientWarning] = (
             f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
         )
-    if logits.shape[1] < 4:
-        found[FewClassesWarning] = (
-            f"the model has {logits.shape[1]} classes; targeted DLR needs 4 and uses the margin"
-        )
     for category, message in found.items():
         warnings.warn(message, category, stacklevel=3)
     return tuple(found)
+
+
+def are_probabilities(outputs: Tensor) -> bool:
+    """Whether every row lies in [0, 1] and sums to 1."""
+    inside = (outputs >= 0).all() & (outputs <= 1).all()
+    return bool(inside & ((outputs.sum(1) - 1).abs() < 1e-4).all())
 
 
 def _evaluate(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

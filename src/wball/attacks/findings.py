@@ -83,11 +83,6 @@ CODES: dict[str, Code] = {
         "call model.eval() to say so",
         tolerated=None,
     ),
-    "few-classes": Code(
-        "the model has fewer than 4 classes; targeted DLR becomes the margin",
-        "nothing to do",
-        tolerated=None,
-    ),
 }
 """Every code. They are stable: scripts may test for them."""
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
+from wball.attacks.checks import are_probabilities
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.stand_ins import Smoothed, StandIns, Tapped, inner_places
 from wball.ball import Ball
@@ -130,12 +131,6 @@ class View:
             with full_precision():
                 answers = torch.stack([reached(ask(model, z), y, target) for _ in range(ANSWERS)])
             return answers.sum(0) * 2 > ANSWERS
-
-
-def are_probabilities(outputs: Tensor) -> bool:
-    """Whether every row lies in [0, 1] and sums to 1."""
-    inside = (outputs >= 0).all() & (outputs <= 1).all()
-    return bool(inside & ((outputs.sum(1) - 1).abs() < 1e-4).all())
 
 
 def are_labels(outputs: Tensor) -> bool:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from wball.evaluation.result import Evaluation
     from wball.evaluation.stream import Stream
 
-HARMLESS = frozenset({"train-mode", "few-classes"})
+HARMLESS = frozenset({"train-mode"})
 """Codes of the checks of the model that are notes."""
 SUPERSEDED = {
     "zero-gradient": {"masked-gradients", "stand-in-gradients"},
