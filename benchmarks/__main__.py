@@ -2,7 +2,8 @@
 
 ``calls`` times the public calls and ``growth`` how they grow. ``public`` attacks public networks,
 ``masks`` networks that hide their gradients. ``proofs`` says what certificates decide,
-``validity`` audits what attacks return, ``soundness`` attacks certificates. Each has a ``--help``
+``validity`` audits what attacks return, ``soundness`` attacks certificates, ``predecessors`` runs
+the attacks of others. Each has a ``--help``
 of its own and writes ``results/NAME.json`` after every row.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("calls", "growth", "public", "masks", "proofs", "validity", "soundness")
+NAMES = ("calls", "growth", "public", "masks", "proofs", "validity", "soundness", "predecessors")
 
 
 def main(words: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The same seed gives the same numbers on a CPU, whatever the batch, the order of the images and the threads.
 
-``docs/determinism.md`` says what holds and why. Runs that are killed and started again are in ``faults`` and
+``docs/evaluation.md`` says what holds and why. Runs that are killed and started again are in ``faults`` and
 ``training/test_restart.py``.
 """
 

@@ -86,7 +86,7 @@ def test_what_the_site_is_built_with_is_in_the_repository() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = re.findall(r": ([\w/-]+\.md)$", settings, re.MULTILINE)
     named = re.findall(r"[\w/.-]+\.py\b", settings) + [f"docs/{page}" for page in pages]
-    assert "tools/docs/hooks.py" in named and "docs/gpu.md" in named
+    assert "tools/docs/hooks.py" in named and "docs/mathematics.md" in named
     for path in named:
         assert (ROOT / path).is_file(), f"mkdocs.yml names {path}"
 

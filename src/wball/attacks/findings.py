@@ -33,7 +33,7 @@ CODES: dict[str, Code] = {
     # the robust accuracy may be too high
     "masked-gradients": Code(
         "{images} of {of} images survived although neither the model nor smooth stand-ins gave a useful gradient",
-        "attack a differentiable approximation of what hides the gradients; see docs/gradient-masking.md",
+        "attack a differentiable approximation of what hides the gradients; see docs/attacks.md",
     ),
     "black-box-stronger": Code(
         "the black-box search broke {images} of {of} images that survived every gradient attack",

@@ -1,14 +1,16 @@
-r"""Ports of the attacks of 2020, to compare with at a fixed radius.
+r"""``python -m benchmarks predecessors``: the attacks of 2020 beside ours, at a fixed radius.
 
-Wu, Wang and Yu keep a transport plan ``P`` of one entry per pixel and move of the window. Its image is the sum of what
-arrives, clipped to the box for the network only: their iterates may exceed it. Both of their attacks climb the
-cross-entropy along the gradient with respect to the plan, divided by its largest entry:
+Wu, Wang and Yu keep a transport plan ``P`` of one entry per pixel and move of the window. Its image
+is the sum of what arrives, clipped to the box for the network only: their iterates may exceed it.
+Both of their attacks climb the cross-entropy along the gradient with respect to the plan, divided
+by its largest entry:
 
-* **Frank-Wolfe** moves by ``2 / (t + 2)`` towards ``argmax <G, P> + gamma H(P)`` over the plans of the ball;
-* **PGD** adds the gradient and projects onto the plans of the ball, row by row onto a simplex at a price of the cost.
+* **Frank-Wolfe** moves by ``2 / (t + 2)`` towards ``argmax <G, P> + gamma H(P)`` over the ball;
+* **PGD** adds the gradient and projects onto the plans of the ball, row by row onto a simplex.
 
-Both prices are found by bisection. Hu et al. take l2 steps and project by projected Sinkhorn with the box inside. Every example is taken to the nearest image of the ball before it is judged, so that it counts only if it is
-valid. Settings are those of the published scripts.
+Both prices are found by bisection. Hu et al. take l2 steps and project by projected Sinkhorn with
+the box inside. Settings are those of the published scripts. Every example is taken to the nearest
+image of the ball before it is judged, so that it counts only if it is valid.
 """
 
 from __future__ import annotations
@@ -21,6 +23,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
+from benchmarks.frame import Result, options
+
+CASES = (
+    ("wong2019-mnist-adversarial", 0.1),
+    ("wong2019-mnist-adversarial", 0.05),
+    ("wong2019-mnist-standard", 0.1),
+    ("wong2019-mnist-linf", 0.3),
+    ("wong2019-mnist-binarized", 0.2),
+    ("wu2020-mnist-adversarial", 0.3),
+    ("hu2020-mnist-adversarial", 0.5),
+    ("levine2020-mnist-flow-0.01", 0.2),
+)
+"""Network and radius."""
+BATCH = 2000
+"""Digits at a time: a plan has 25 numbers a pixel."""
 
 GAMMA = 1e-3
 """Weight of the entropy in the linear oracle of Wu et al."""
@@ -132,3 +149,43 @@ def sinkhorn_attack(
         found = ball.project(x, point + step, reg=1000.0, tol=1e-3, init=duals)
         point, duals = found.point, found.duals
     return point
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options("predecessors", __doc__)
+    parser.add_argument("--images", type=int, default=10000, help="number of test digits")
+    parser.add_argument("--steps", type=int, default=300, help="gradient steps of each attack")
+    parser.add_argument(
+        "--methods", nargs="+", default=["frank-wolfe", "sinkhorn", "pgd"], help="attacks to run"
+    )
+    given = parser.parse_args(arguments)
+    result = Result("predecessors", given, steps=given.steps)
+    x, y = wball.load_dataset("mnist", given.data)
+    x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
+    for method in given.methods:
+        for name, eps in CASES:
+            key = {"model": name, "eps": eps, "method": method, "images": len(x)}
+            if result.has(**key):
+                continue
+            model = wball.load_model(name, root=given.models).to(given.device).eval()
+            right = torch.cat(
+                [
+                    survivors(model, *part, eps, method, given.steps)
+                    for part in zip(x.split(BATCH), y.split(BATCH), strict=True)
+                ]
+            )
+            result.add(key | {"robust": 100 * float(right.double().mean())})
+
+
+def survivors(
+    model: nn.Module, x: Tensor, y: Tensor, eps: float, method: str, steps: int
+) -> Tensor:
+    """Images that are right, and stay so at the repaired example of an attack."""
+    ball = wball.WassersteinBall(eps)
+    if method == "sinkhorn":
+        found = sinkhorn_attack(model, x, y, ball, steps)
+    else:
+        found = plan_attack(model, x, y, eps, method, steps)
+    repaired = ball.project(x, found).point
+    with torch.no_grad():
+        return (model(x).argmax(1) == y) & (model(repaired).argmax(1) == y)
