@@ -44,11 +44,12 @@ test-all: $(STAMP) ## style, types, and all tests
 kernels: $(STAMP) ## compile the CPU kernels once for all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m wball.info --compile
 
-lint: $(STAMP) ## style, types and layers
+lint: $(STAMP) ## style, types, layers and size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/size.py
 
 format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
