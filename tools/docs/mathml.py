@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+INLINE = re.compile(r"(?<![$`\w])\$([^$`\n]+)\$(?![$\w])")
 DISPLAY = re.compile(r"^\$\$\n(.*?)\n\$\$$", re.DOTALL | re.MULTILINE)
 
 PLAIN = {
@@ -15,16 +16,18 @@ PLAIN = {
 """Commands that the converter does not know, and those that mean the same to a reader."""
 
 
-def formula(tex: str) -> str:
-    """A displayed formula as one line of HTML."""
+def formula(tex: str, display: str = "block") -> str:
+    """A formula as one line of HTML."""
     from latex2mathml.converter import convert
 
     tex = " ".join(tex.split())
     for command, known in PLAIN.items():
         tex = tex.replace(command, known)
-    return f'<div class="formula">{convert(tex, display="block")}</div>'
+    shown = convert(tex, display=display)
+    return f'<div class="formula">{shown}</div>' if display == "block" else shown
 
 
 def with_formulas(markdown: str) -> str:
-    """A page whose ``$$`` blocks are formulas."""
-    return DISPLAY.sub(lambda found: formula(found[1]), markdown)
+    """A page whose ``$$`` blocks and ``$`` spans are formulas."""
+    markdown = DISPLAY.sub(lambda found: formula(found[1]), markdown)
+    return INLINE.sub(lambda found: formula(found[1], "inline"), markdown)

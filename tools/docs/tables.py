@@ -82,23 +82,6 @@ def decided(path: Path) -> list[Table]:
     return [leaderboard_page.decided(_content(path))]
 
 
-def masks(path: Path) -> list[Table]:
-    """Robust accuracy behind each mask at each radius; in brackets where the result is not reliable."""
-    found = _content(path)
-    radii = sorted({row["eps"] for row in found["rows"]})
-    rows = {(row["mask"], row["eps"]): row for row in found["rows"]}
-    cells = []
-    for name in dict.fromkeys(row["mask"] for row in found["rows"]):
-        here = [rows[name, eps] for eps in radii]
-        said = [
-            f"{row['robust']:.0f} %" if row["reliable"] else f"({row['robust']:.0f} %)"
-            for row in here
-        ]
-        cells.append([name, *said])
-    title = f"{found['images']} test digits, `{found['model']}`; in brackets: not reliable"
-    return [Table(["mask", *(f"eps {eps:g}" for eps in radii)], cells, title)]
-
-
 def public_checks(path: Path) -> list[Table]:
     """What the standard attack leaves of public networks and of the zoo."""
     found = _content(path)
@@ -238,7 +221,6 @@ class Source:
 TABLES = {
     "certified": Source(certified, "paper/certificates.json"),
     "decided": Source(decided, "complete_mnist.json"),
-    "masks": Source(masks, "masks.json"),
     "public-checks": Source(public_checks, "public_checks.json"),
     "summary": Source(
         summary,
