@@ -30,7 +30,7 @@ CEILINGS: dict[tuple[str, ...], tuple[int, int]] = {
     ("src/wball/auditing",): (7_700, 7_500),
     SMALL: (24_000, 25_000),
     ("reproduction",): (20_100, 20_000),
-    ("tests",): (217_000, 180_000),
+    ("tests",): (216_900, 180_000),
     ("benchmarks", "tools"): (21_000, 28_000),
 }
 
