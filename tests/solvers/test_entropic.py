@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wball import PGD, GridCost, WassersteinBall, audit
 from wball.attacks import GrowingRadius
-from wball.solvers.entropic import EntropicProjection
+from wball.solvers.oracle import EntropicProjection
 
 
 @pytest.fixture
@@ -23,13 +23,10 @@ def images() -> Tensor:
 @pytest.mark.parametrize(
     "ball", [WassersteinBall(0.2), WassersteinBall(0.3, GridCost(3, 2.0)), WassersteinBall(0.0)]
 )
-@pytest.mark.parametrize("reg", [1000.0, 1e5])
-def test_point_is_valid_and_near_the_projection(
-    images: Tensor, ball: WassersteinBall, reg: float
-) -> None:
+def test_point_is_valid_and_near_the_projection(images: Tensor, ball: WassersteinBall) -> None:
     w = images + 0.1 * torch.randn_like(images).sign()
-    projection = EntropicProjection(ball.problem(images), reg, tol=1e-4, max_iter=2000)
-    expected = ball.project(images, w, reg, tol=1e-6)
+    projection = EntropicProjection(ball.problem(images), 1000.0, tol=1e-4)
+    expected = ball.project(images, w, 1000.0, tol=1e-6)
     for _ in range(2):  # the second starts where the first ended
         point = projection(w)
         assert audit(ball, images, point.z).all_valid

@@ -33,7 +33,7 @@ from wball.batch import per_image
 from wball.cost import GridCost
 from wball.plan import Plan
 from wball.result import Duals
-from wball.solvers.entropic import EntropicProjection
+from wball.solvers.oracle import EntropicProjection
 
 Step = Literal["linf", "l2", "wasserstein"]
 

@@ -85,14 +85,7 @@ class WassersteinBall(Ball):
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
-        least = (
-            self.eps
-            if relative and isinstance(self.eps, float) and x.dtype is not torch.float64
-            else None
-        )
-        return TransportProblem(
-            x, self.cost, self._budget(x, mass), self.box, mass, relative, least
-        )
+        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, mass, relative)
 
     def support(
         self,

@@ -1,44 +1,51 @@
 r"""The attack step's oracle: from potentials to a point of the ball.
 
-Given potentials ``b`` (what the attacker has learnt so far about where mass should arrive), the oracle returns
+Given potentials ``b`` of the pixels, the oracle returns
 
 .. math::
     z = x + t\,(P^T 1 - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)),
 
-where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
-the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
-bound, and ``delta`` covers what rounding does to the flows (what it does to ``z`` is held back from the budget:
-``TransportProblem.spendable``). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point,
-whatever ``b`` is.
+where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite
+flows cancel: it has the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``;
+scaling the moved mass by ``t`` scales that bound, and ``delta`` covers what rounding does to the
+flows (what it does to ``z`` is held back from the budget: ``TransportProblem.spendable``). The plan
+keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point, whatever ``b`` is.
 
-Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
-``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
-``kappa`` are carried from call to call: an attack changes its potentials slowly.
+Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for
+at a raw budget ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball
+allows. ``psi``, the box potentials and ``kappa`` are carried from call to call: an attack changes
+its potentials slowly.
 """
 
 from __future__ import annotations
 
+import math
+from copy import copy
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from wball.batch import largest, per_image
+from wball.cost import DenseCost
 from wball.inputs import result_dtype
+from wball.kernels import dispatch
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
-from wball.kernels.entropic_plan.pull_back import pull_back
+from wball.kernels.entropic_plan.pull_back import balanced, pull_back
 from wball.kernels.linear_maximum import linear_maximum
+from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
 from wball.plan import FactoredPlan
-from wball.solvers.problem import TransportProblem
+from wball.solvers.problem import TransportProblem, as_images
 
 ROUNDINGS = 2
-"""Of a point: when the plan's columns are summed up, and when it is pulled back to the budget. Mixtures of points round
-once more."""
+"""Roundings of a point: one when columns are summed, one when the plan is scaled to the budget.
+Mixtures round once more."""
 
 
 CLIP = 250.0
-"""Nats from the mean beyond which a potential is as good as any: no way in common windows costs as much, and compiled
-loops need no logarithms below."""
+"""Largest potential in nats. No move in common windows costs as much, and compiled loops need no
+logs below it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class OraclePoint:
 
     Attributes:
         z: images like ``x``.
-        cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper bound of the distance.
+        cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper
+            bound of the distance.
         scale: ``t`` above; below 1, the plan had to be scaled down to fit.
         kernel: which implementation computed it.
         proof: that plan, for whoever wants to check; ``None`` where it is not known.
@@ -60,12 +68,35 @@ class OraclePoint:
     proof: FactoredPlan | None = None
 
 
-class TransportOracle:
-    """Points of a ball from potentials, with the state that makes the next call fast.
+_AnyOracle = TypeVar("_AnyOracle", bound="_Oracle")
 
-    ``oracle(b)`` answers for all images, ``oracle.take(index)`` is the oracle of some of them. ``oracle.unit`` is
-    what a cost is divided by to be in the unit of ``eps``.
-    """
+
+class _Oracle:
+    """Points of a ball, with state that makes the next call fast: every tensor has one entry per
+    image."""
+
+    def __init__(self, problem: TransportProblem, dtype: torch.dtype) -> None:
+        self.problem, self.x = problem, problem.x.detach().to(dtype)
+        self._grid = as_images(self.x)
+        self._moves = problem.moves(self._grid)
+
+    @property
+    def unit(self) -> Tensor:
+        """The divisor that converts a cost to the unit of ``eps``: the image's mass, or 1."""
+        return self.problem.unit
+
+    def take(self: _AnyOracle, index: Tensor) -> _AnyOracle:
+        """The oracle of a subset of the images (``index``: positions or a mask)."""
+        part = copy(self)
+        part.problem = self.problem.take(index)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value[index])
+        return part
+
+
+class TransportOracle(_Oracle):
+    """Maps potentials to points of a ball: ``oracle(b)`` returns one for each image."""
 
     def __init__(
         self,
@@ -76,19 +107,12 @@ class TransportOracle:
         momentum: float = 0.0,
         roundings: int = ROUNDINGS,
     ) -> None:
-        self.problem, self.sweeps, self.newton, self.momentum = problem, sweeps, newton, momentum
-        x = problem.x
-        self.x = x.detach().to(result_dtype(x))
-        self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
+        super().__init__(problem, result_dtype(problem.x))
+        self.sweeps, self.newton, self.momentum = sweeps, newton, momentum
         self.budget = problem.spendable(roundings)
-        self._moves = problem.moves(self._grid)
         self._psi: Tensor | None = None
         self._q: Tensor | None = None
         self._kappa: Tensor | None = None
-
-    @property
-    def unit(self) -> Tensor:
-        return self.problem.unit
 
     def __call__(self, b: Tensor) -> OraclePoint:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
@@ -107,31 +131,90 @@ class TransportOracle:
         return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
-        """Potentials in a direction, so large that the plan pays ``nats`` for the way of a pixel if no column is full.
+        """Potentials along ``g``, scaled such that one pixel of way costs ``nats`` in the plan if
+        no column is full.
 
-        Few pixels may have gradients far above all others, which say nothing about what moves are worth: scaled by
-        their largest entry, most of an image would have no potential. Potentials end at :data:`CLIP`.
+        The price of the linear maximum sets the scale, because a few pixels may have gradients far
+        above all others. Potentials are clipped at :data:`CLIP`.
         """
         grid = g.detach().to(self.x.dtype).reshape(self._grid.shape)
         price = linear_maximum(grid, self._grid, self.budget, self._moves).psi
-        most, mass = (
-            largest(grid),
-            self._grid.flatten(1).sum(1).clamp(min=torch.finfo(grid.dtype).tiny),
-        )
+        tiny = torch.finfo(grid.dtype).tiny
+        mass = self._grid.flatten(1).sum(1).clamp(min=tiny)
         mean = (grid * self._grid).flatten(1).sum(1) / mass
-        size = nats / torch.maximum(price, 1e-3 * most).clamp(min=torch.finfo(grid.dtype).tiny)
-        return (
-            (per_image(size, grid) * (grid - per_image(mean, grid)))
-            .clamp(-CLIP, CLIP)
-            .view(self.x.shape)
-        )
+        size = nats / torch.maximum(price, 1e-3 * largest(grid)).clamp(min=tiny)
+        potentials = per_image(size, grid) * (grid - per_image(mean, grid))
+        return potentials.clamp(-CLIP, CLIP).view(self.x.shape)
 
-    def take(self, index: Tensor) -> TransportOracle:
-        """The oracle of a subset of the images (``index``: positions or a mask)."""
-        part = object.__new__(TransportOracle)
-        part.__dict__.update(self.__dict__)
-        part.problem = self.problem.take(index)
-        for name in ("x", "_grid", "budget", "_psi", "_q", "_kappa"):
-            value = getattr(self, name)
-            setattr(part, name, None if value is None else value[index])
-        return part
+
+class EntropicProjection(_Oracle):
+    r"""Projects images onto a ball: the step of an attack that needs neither plan nor gap.
+
+    The sweeps of :mod:`wball.kernels.projected_sinkhorn` return the columns of a repaired plan, and
+
+    .. math:: z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
+
+    where ``delta`` covers float32 rounding of the exponents. The duals of one call start the next.
+    Nothing is read back from the device.
+
+    ``mode="paper"`` solves without the box and clamps ``w - u``, as the original procedure does:
+    such points are in no ball, and their ``cost`` is nan.
+    """
+
+    def __init__(
+        self,
+        problem: TransportProblem,
+        reg: float,
+        *,
+        tol: float = 1e-3,
+        max_iter: int = 100,
+        mode: Literal["exact", "paper"] = "exact",
+    ) -> None:
+        super().__init__(problem, torch.float32)
+        self.mode, self._tol, self._max_iter = mode, tol, max_iter
+        mass = self._grid.double().flatten(1).sum(1)
+        self._tau = mass / reg
+        self._u: Tensor | None = None
+        self._psi = torch.full_like(mass, COLD_PRICE)
+        self.within(problem)
+
+    @staticmethod
+    def serves(problem: TransportProblem, reg: float) -> bool:
+        """Whether Triton serves these images; on a CPU ``project`` is as fast and returns plans."""
+        x = problem.x
+        dense = isinstance(problem.cost, DenseCost)
+        if dense or math.isinf(reg) or result_dtype(x) != torch.float32:
+            return False
+        grid = as_images(x)
+        return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
+
+    def within(self, problem: TransportProblem) -> None:
+        """Use ``problem``, which differs in its budget only, from now on."""
+        self.problem = problem
+        self.budget = problem.budget if self.mode == "paper" else problem.spendable(ROUNDINGS)
+
+    def __call__(self, w: Tensor) -> OraclePoint:
+        target = w.detach().float().reshape(self._grid.shape)
+        box = None if self.mode == "paper" else self.problem.box
+        answer = projected_sinkhorn(Projection(
+            self._grid, target, self.budget, self._moves, box, self._tau,
+            u=target - self._grid if self._u is None else self._u, psi=self._psi,
+            tol=self._tol, max_iter=self._max_iter,
+        ))  # fmt: skip
+        self._u, self._psi = answer.u, answer.psi.double()
+        if self.mode == "paper":
+            single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
+            z, scale = (
+                torch.where(single, self._grid, target - answer.u),
+                torch.ones_like(self.budget),
+            )
+            cost = torch.full_like(self.budget, math.nan)
+        else:
+            tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
+            size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
+            scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
+            z = self._grid + scale.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z)
+            cost = scale * answer.cost
+        if self.problem.box is not None:
+            z = z.clamp(*self.problem.box)
+        return OraclePoint(z.view(self.x.shape), cost, scale, answer.kernel)

@@ -1,12 +1,13 @@
-"""The problem that solvers get, and what each does around its mathematics: layout, precision and memory.
+"""The problem that solvers are given, and helpers for layout, precision and memory.
 
-Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get their own shape and dtype back.
+Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get their own shape and
+dtype back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -19,25 +20,26 @@ from wball.moves import Moves
 from wball.plan import Plan
 
 ROUNDING_SHARE = 9e-5
-"""Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
+"""Share of the radius by which rounding may exceed it; points of the ball may exceed it by 1e-4."""
 
 DIVISIBLE = 1e8
-"""How much more mass than the rounding of denormal pixels an image must have to be worth a budget."""
+"""Images have no budget if their mass is below this multiple of the rounding of denormal pixels."""
 
 SUMS = 64
-"""Roundings that a sum over the moves of a pixel amounts to. Where moves are free, all mass may travel, and the sums of
-a pixel are over many flows larger than itself: with 8, points at radii of 1e-12 were outside by a hundredth."""
+"""Number of roundings that a float64 sum over the moves of a pixel counts as. If moves are free,
+the flows of a pixel may be much larger than the pixel itself."""
 
 TIME_LIMIT = 20.0
-"""Seconds that solvers may take for each image unless told otherwise: a digit takes a millisecond."""
+"""Default time limit of solvers per image in seconds; a digit takes a millisecond."""
 
 MAX_ARC_ENTRIES = {"cpu": 4_000_000, "cuda": 40_000_000}
-"""Moves held at once by device, 8 bytes each and in a few tensors: a GPU is idle without many images."""
+"""Largest number of moves held at once, by device: 8 bytes each, in a few tensors."""
 
 
 @dataclass(frozen=True)
 class TransportProblem:
-    """The images reached from ``x`` by moving mass at a total cost of at most ``budget``, with pixels kept in ``box``.
+    """The images reached from ``x`` by moving mass at a total cost of at most ``budget``, with
+    pixels kept in ``box``.
 
     Attributes:
         x: the centres, ``(B, C, H, W)`` or ``(B, n)``.
@@ -46,7 +48,6 @@ class TransportProblem:
         box: the lowest and highest value of a pixel, or ``None``.
         mass: of each image, float64.
         relative: whether the radius is in units of the image's mass.
-        least: every budget that is not 0 is at least this share of the mass; ``None`` if nothing is known.
     """
 
     x: Tensor
@@ -55,11 +56,11 @@ class TransportProblem:
     box: tuple[float, float] | None
     mass: Tensor
     relative: bool
-    least: float | None = None
 
     @cached_property
     def unit(self) -> Tensor:
-        """What a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1."""
+        """What a cost is divided by to be in the unit of the radius, per image: the image's mass,
+        or 1."""
         return (
             self.mass.clamp(min=torch.finfo(torch.float64).tiny)
             if self.relative
@@ -67,7 +68,8 @@ class TransportProblem:
         )
 
     def moves(self, grid: Tensor) -> Moves:
-        """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
+        """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x``
+        as images."""
         return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
 
     @property
@@ -81,19 +83,21 @@ class TransportProblem:
         return replace(self, **parts)
 
     def rounding_cost(self, roundings: int = 1) -> Tensor:
-        r"""How much dearer a point can become when it is rounded to the dtype of the results, in mass x pixels.
+        r"""How much dearer a point can become when it is rounded to the dtype of the results, in
+        mass x pixels.
 
         Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit
-        in the last place (denormal pixels change by a fixed amount instead). Scaled back to the mass of ``x``, the
-        deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]`` deviate by at most ``r u`` on average, so
-        at most
+        in the last place (denormal pixels change by a fixed amount instead). Scaled back to the
+        mass of ``x``, the deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]``
+        deviate by at most ``r u`` on average, so at most
 
         .. math:: r\, \tfrac{u}{2}\, m
 
-        of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it
-        belongs. One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a
-        window it may take several, see :func:`_moves_to_balance`. Float64 points are sums of flows in their own
-        precision, and each counts as :data:`SUMS` roundings.
+        of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other
+        half is where it belongs. One move each, at most the dearest, puts it right: so much is
+        proved where every move is allowed. In a window it may take several, see
+        :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
+        counts as :data:`SUMS` roundings.
         """
         x, numbers = self.x, torch.finfo(result_dtype(self.x))
         roundings *= SUMS if numbers.bits == 64 else 1
@@ -103,32 +107,12 @@ class TransportProblem:
     def spendable(self, roundings: int = 1) -> Tensor:
         """What a plan may cost so that its columns are in the ball even after rounding, per image.
 
-        A radius is kept to 1e-4. What rounding may cost beyond that is held back: nothing at the radii in use, some of
-        radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only
-        point.
+        A radius is kept to 1e-4, and the cost of rounding beyond that is held back: nothing at
+        common radii, a part of radii near 1e-6 in float32, and all of radii below the cost of one
+        rounding.
         """
-        if self.least is not None and self._most_rounding(roundings) <= ROUNDING_SHARE * self.least:
-            return self.budget
         held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
         return (self.budget - held).clamp(min=0)
-
-    def _most_rounding(self, roundings: int) -> float:
-        """A bound of :meth:`rounding_cost` for images with a budget, as a share of their mass; no image is looked at.
-
-        It holds for float32: such images have enough mass (:data:`DIVISIBLE`) for denormal pixels not to matter.
-        """
-        numbers = torch.finfo(torch.float32)
-        dark = 1 / (DIVISIBLE * numbers.eps)
-        far = _largest_moves_to_balance(self.cost, self.x)
-        return (
-            0.25
-            * roundings
-            * numbers.eps
-            * (1 + dark)
-            * dearest_move(self.cost, self.x)
-            * far
-            * (1 + 1e-9)
-        )
 
 
 def masses(x: Tensor) -> Tensor:
@@ -137,7 +121,8 @@ def masses(x: Tensor) -> Tensor:
 
 
 def as_images(values: Tensor) -> Tensor:
-    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but at least float32."""
+    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but
+    at least float32."""
     grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
     return grid.to(result_dtype(values)).contiguous()  # compiled loops walk over it
 
@@ -168,7 +153,8 @@ def _sides(x: Tensor) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[float, int, float]:
-    """The dearest move, how far moves go along the images, and the pixels to be crossed if all have the same mass."""
+    """The dearest move, how far moves go along the images, and the pixels to be crossed if all have
+    the same mass."""
     moves = cost.moves(height, width)
     along = 0 if height > width else 1
     reach = max(1, *(abs(int(move[along])) for move in moves))
@@ -176,12 +162,13 @@ def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[floa
 
 
 def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
-    """How many moves lie between pixels whose rounding errors make up for each other, per image, at least 1.
+    """How many moves lie between pixels whose rounding errors make up for each other, per image, at
+    least 1.
 
-    Errors are of either sign, so their sum over an area grows like the root of its pixels: along a strip about
-    ``sqrt(length / width)`` pixels have to be crossed. And where few pixels have most of the mass (an image has the
-    errors of ``(sum x)^2 / sum x^2`` equal pixels), half the way to the next of them. No proof, but what exact
-    distances bear out (``tests/torture``).
+    Errors are of either sign, so their sum over an area grows like the root of its pixels: along a
+    strip about ``sqrt(length / width)`` pixels have to be crossed. And where few pixels have most
+    of the mass (an image has the errors of ``(sum x)^2 / sum x^2`` equal pixels), half the way to
+    the next of them. No proof, but what exact distances bear out (``tests/torture``).
     """
     values = x.to(torch.float64).flatten(1)
     if isinstance(cost, DenseCost):
@@ -193,31 +180,6 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     return (apart.clamp(min=least) / reach).clamp(min=1)
 
 
-def _largest_moves_to_balance(cost: GroundCost, x: Tensor) -> float:
-    """The same for the worst of all images of this shape: one that has its mass in one pixel."""
-    if isinstance(cost, DenseCost):
-        return 1.0
-    _, reach, least = _window(cost, *_sides(x))
-    return max(1.0, max(0.5 * math.sqrt(math.prod(x.shape[1:])), least) / reach)
-
-
-def held_back(
-    plan: Plan, budget: Tensor, spend: Tensor, value: Tensor, evaluate: Callable[[Plan], Tensor]
-) -> tuple[Plan, Tensor]:
-    """A plan within its budget, shrunk to what may be spent on points that will be rounded; and its value, per image.
-
-    ``value`` is that of the plan as it is; what shrinks is evaluated anew.
-    """
-    if spend is budget:  # as at the radii in use
-        return plan, value
-    held = spend < budget
-    if not bool(held.any()):
-        return plan, value
-    over = held & (plan.cost() > spend)
-    plan = plan.within(torch.where(over, spend, math.inf))
-    return plan, torch.where(over, evaluate(plan), value)
-
-
 def chunks(x: Tensor, moves: Moves) -> Iterator[slice]:
     """Slices of the batch whose arc tensors fit in memory, at least one."""
     most = MAX_ARC_ENTRIES.get(x.device.type, MAX_ARC_ENTRIES["cpu"])
@@ -227,7 +189,8 @@ def chunks(x: Tensor, moves: Moves) -> Iterator[slice]:
 
 
 class PackedPlans:
-    """Plans of several chunks of images, of which only the moves in use are kept: few of a window's are."""
+    """Plans of several chunks of images, of which only the moves in use are kept: few of a window's
+    are."""
 
     def __init__(self, moves: Moves) -> None:
         self._moves, self._parts = moves, list[tuple[torch.Size, Tensor, Tensor]]()

@@ -5,10 +5,10 @@ r"""Projection onto the Wasserstein ball: the nearest point of the ball to an im
     \;\Big[ + \tfrac{m^2}{\lambda} \sum_{ij} \hat P_{ij} \log \hat P_{ij},\ \hat P = P / m \Big]
 
 ``reg = inf`` leaves the bracket out: the exact Euclidean projection, solved by
-:mod:`wball.kernels.proximal_newton`. Finite ``reg`` is the paper's ``lambda``, in the units of an image
-scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. It is solved by
-:mod:`wball.kernels.projected_sinkhorn`, from a cold start or a warm one. Sweeps converge slowly where
-``tau`` is small: images that are not solved follow :mod:`wball.kernels.entropic_path`.
+:mod:`wball.kernels.proximal_newton`. Finite ``reg`` is the paper's ``lambda``, in the units of an
+image scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. It is solved by
+:mod:`wball.kernels.projected_sinkhorn`, from a cold start or a warm one. Sweeps converge slowly
+where ``tau`` is small: images that are not solved follow :mod:`wball.kernels.entropic_path`.
 
 The box is part of the ball. Whatever stops the solver, the returned point is the column sum of a
 repaired plan, hence in the ball, and ``gap`` bounds its distance from the optimum, because the dual
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,12 +30,16 @@ from wball.batch import dot, largest, per_image
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
-from wball.kernels.projected_sinkhorn import entropy_at_rest
-from wball.kernels.projected_sinkhorn.reference import PARTS
+from wball.kernels.projected_sinkhorn import (
+    PARTS,
+    ProjectedSinkhorn,
+    Projection,
+    entropy_at_rest,
+    projected_sinkhorn,
+)
 from wball.moves import Moves, StencilMoves
-from wball.plan import Plan
+from wball.plan import FactoredPlan, Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
-from wball.solvers.entropic import escapes, swept
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import (
     TIME_LIMIT,
@@ -73,13 +78,15 @@ def project(
         tol: relative duality gap at which an image is done.
         max_iter: Newton steps per image.
         init: dual variables of an earlier, similar projection.
-        mode: ``"paper"`` is the original procedure for comparison: the limit of Algorithm 2, without
-            a box, then a clamp, which destroys mass. Its points are in no ball; all others are.
+        mode: ``"paper"`` is the original procedure for comparison: the limit of Algorithm 2,
+            without a box, then a clamp, which destroys mass. Its points are in no ball; all others
+            are.
         time_limit: seconds per image, on average over those solved together. An image that takes
             longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
-        A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at most
+        A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at
+        most
         ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within
         ``sqrt(tol) |w - z|`` of the optimum. The second term is for points inside the ball, where
         ``d`` vanishes; where ``d`` is below 3 % of ``d`` and the entropy together, that share of
@@ -116,13 +123,57 @@ def _entropic(
 ) -> ProjectionResult:
     """Sweeps; images that they leave unsolved follow the entropic path."""
     if not isinstance(problem.moves(as_images(problem.x)), StencilMoves):
-        return _followed(problem, w, reg, effort, init)  # sweeps take a matrix move by move
-    found = swept(problem, w, reg, (effort[0], SWEEPS), init)
+        return _followed(problem, w, reg, effort, init)  # sweeps over a matrix are slow
+    found = _swept(problem, w, reg, (effort[0], SWEEPS), init)
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
     if not left:
         return found
     index = torch.tensor(left, device=w.device)
     return _patched(found, index, _followed(problem.take(index), w[index], reg, effort, None))
+
+
+def _swept(
+    problem: TransportProblem,
+    w: Tensor,
+    reg: float,
+    effort: tuple[float, int],
+    init: Duals | None,
+) -> ProjectionResult:
+    """The entropic projection of ``w`` by projected Sinkhorn, for all images at once."""
+    x, budget, spend = problem.x, problem.budget, problem.spendable()
+    grid, tau = as_images(x), problem.mass / reg
+    moves = problem.moves(grid)
+    u, psi = (None, None) if init is None else (as_images(init.beta), init.psi)
+    answer = projected_sinkhorn(Projection(
+        grid, as_images(w), spend, moves, problem.box, tau,
+        u=u, psi=psi, tol=effort[0], max_iter=effort[1], factors=True,
+    ))  # fmt: skip
+    gap = answer.gap + answer.psi * (budget - spend).clamp(min=0)
+    solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
+    # The kernel treats a ball without budget as one point, even if moves are free.
+    if moves.has_free:
+        solved = solved & ~((spend <= 0) & _escapes(moves, grid))
+    return ProjectionResult(
+        point=answer.z.reshape(x.shape).to(grid.dtype),
+        objective=answer.objective,
+        gap=gap,
+        residual=answer.residual,
+        status=statuses(solved),
+        n_iter=answer.n_iter,
+        duals=Duals(answer.u.reshape(x.shape), answer.psi),
+        write=partial(_plan, moves, grid, tau, answer),
+        kernel=answer.kernel,
+    )
+
+
+def _plan(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) -> FactoredPlan:
+    assert answer.keep is not None and answer.give is not None
+    return FactoredPlan.tempered(moves, grid, answer.u, answer.psi, tau, answer.keep, answer.give)
+
+
+def _escapes(moves: Moves, x: Tensor) -> Tensor:
+    """Whether some of an image's mass can leave its pixel at no cost, per image."""
+    return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
 
 
 def _followed(
@@ -159,12 +210,12 @@ def _solved(
     none, exact = torch.zeros_like(problem.mass), math.isinf(reg)
     tau = none if exact else problem.mass / reg
     columns = Quadratic(target, *lo_hi)
-    centre = columns.objective(x)  # what stays has no entropy
+    centre = columns.objective(x)  # mass that stays has no entropy
     rounding = 1e-18 * (1 + dot(target, target))
     tolerance = Tolerance(tol, PARTS, none, torch.add(rounding, centre, alpha=tol**2))
     goal = Problem(x, problem.budget, moves, columns, tau, exact, tolerance, deadline)
-    alone = goal.single & ~escapes(moves, x) if moves.has_free else goal.single
-    # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
+    alone = goal.single & ~_escapes(moves, x) if moves.has_free else goal.single
+    # Zero prices give a bound, so that the gap is finite wherever the path stops.
     run = Minimum(goal, centre, torch.where(alone, centre, goal.bound_without_prices()))
     start = target - x
     if init is not None:
@@ -193,7 +244,7 @@ def _solved(
 
 
 def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -> ProjectionResult:
-    """The result with the images at ``index`` replaced; their steps are counted on top."""
+    """The result with the images at ``index`` replaced; their steps are added."""
 
     def put(mine: Tensor, theirs: Tensor) -> Tensor:
         return mine.index_copy(0, index, theirs.to(mine))

@@ -1,21 +1,23 @@
-r"""Support function of the Wasserstein ball: the largest ``<g, z>`` over its points. The paper calls it the conjugate.
+r"""Support function of the Wasserstein ball: the largest ``<g, z>`` over its points. The paper
+calls it the conjugate.
 
 .. math::
     \sigma(g) = \max_{z \in B(x, \epsilon)} \langle g, z \rangle
     \;\Big[ - \tfrac{m}{\lambda} \sum_{ij} \hat P_{ij} \log \hat P_{ij} \Big]
 
-It is the Frank-Wolfe oracle of the attacks and the input bound of the certificates. Any prices give an upper bound:
-for ``psi >= 0`` on cost and any potential ``u`` on the columns
+It is the Frank-Wolfe oracle of the attacks and the input bound of the certificates. Any prices give
+an upper bound: for ``psi >= 0`` on cost and any potential ``u`` on the columns
 
 .. math::
     \sigma(g) \le \psi E + \sum_i x_i \max_j (u_j - \psi C_{ij}) + \sum_j \max_{lo \le z \le hi} (g_j - u_j) z,
 
-so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi`` is left: a convex,
-piecewise linear function whose kink is found exactly, and the maximiser mixes the two plans that meet there so that
-their cost is the budget. With a box the same pair is tried first; images whose pixels it overfills take Newton steps
-(:mod:`wball.kernels.proximal_newton`), and what those leave follows the entropic path
-(:mod:`wball.kernels.entropic_path.reference`). Finite ``reg`` is the Conjugate
-Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an image scaled to mass 1.
+so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi``
+is left: a convex, piecewise linear function whose kink is found exactly, and the maximiser mixes
+the two plans that meet there so that their cost is the budget. With a box the same pair is tried
+first; images whose pixels it overfills take Newton steps (:mod:`wball.kernels.proximal_newton`),
+and what those leave follows the entropic path (:mod:`wball.kernels.entropic_path.reference`).
+Finite ``reg`` is the Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``,
+in the units of an image scaled to mass 1.
 """
 
 from __future__ import annotations
@@ -58,15 +60,17 @@ def support(
     Args:
         problem: centres, moves, budget and box.
         g: directions, of the shape of the centres. The ball checks it with its images.
-        reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
+        reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate
+            Sinkhorn.
         tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
         max_iter: steps per image, of the search for the kink and of the path each.
-        time_limit: seconds for each image, on average of those solved together. An image that takes longer gets the
-            best point found, which is in the ball, and the status ``TIME_LIMIT``.
+        time_limit: seconds for each image, on average of those solved together. An image that takes
+            longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
-        A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
-        maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
+        A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still
+        bound the exact maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then
+        refers to the entropic problem.
     """
     x = problem.x
     g = g.detach()
@@ -95,15 +99,14 @@ def _solved(
     x, budget, (tol, max_iter, time_limit) = problem.x, problem.budget, effort
     deadline = Deadline(time_limit * len(x))
     grid, direction = as_grid(x), as_grid(g)
-    # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
+    # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers
+    # of 2 are exact.
     exact = math.isinf(reg)
     size = _size(direction) if exact else torch.ones_like(budget)
     scaled = direction / per_image(size, direction)
     tau = torch.full_like(budget, 0.0 if exact else 1.0 / reg)
     still, most = dot_and_size(scaled, grid)
-    floor = torch.add(
-        1e-300 / size, most, alpha=tol * 1e-2
-    )  # however small everything is, such a gap is none
+    floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # a gap this small counts as 0
     tolerance = Tolerance(tol, 0.0, still, floor)
     goal = Problem(
         grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline
@@ -122,7 +125,7 @@ def _solved(
     value, weight = dot_and_size(direction, reached)
     upper, done = torch.maximum(-size * best.hard, value), run.done
     if exact:
-        # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
+        # Sums over images of denormal mass may round to 0: check the gap of what is returned.
         heft = size * most
         allowed = torch.add(torch.addcmul(value, size, still, value=-1).abs(), heft, alpha=1e-2)
         rounding = 0.5 * torch.finfo(point.dtype).eps + 1e-12
@@ -133,21 +136,21 @@ def _solved(
 
 
 def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: int) -> None:
-    """Improve what is not solved yet by way of the problem without a box and along the path."""
+    """Improve unsolved images without the box, then along the path."""
     problem = run.problem
     if (
         math.isfinite(reg)
         or dispatch.home(dispatch.choose("entropic_path", start, problem.moves), start)
         != start.device
     ):
-        run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
+        run.without_box(max_iter)  # few images of a GPU then go to the host
     if math.isinf(reg) or boxed:
         spread = (start.flatten(1).amax(1) - start.flatten(1).amin(1)).clamp(min=1e-30)
         run.follow_path(start, torch.maximum(0.25 * spread, problem.tau), max_iter)
 
 
 def _bound_single(run: Minimum) -> None:
-    """What is known of ``-max <g, z>`` beforehand: where nothing can be spent, free moves are all there is."""
+    """Bound ``-max <g, z>`` of balls without a budget, where only free moves are possible."""
     problem, moves, best = run.problem, run.problem.moves, run.best
     reached = dot(
         problem.x,
@@ -155,7 +158,6 @@ def _bound_single(run: Minimum) -> None:
     )
     best.dual.copy_(torch.where(problem.single, -reached, best.dual))
     best.hard.copy_(best.dual)
-    run.changed()
 
 
 def _size(direction: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-r"""The entropic path of :mod:`wball.kernels.entropic_path.reference` on a CPU: one image at a time, compiled by numba.
+r"""The entropic path (:mod:`wball.kernels.entropic_path.reference`) on a CPU, compiled by numba.
 
-The mathematics is that of the torch version: Newton's method on the dual with conjugate gradients, level after level,
-each entered along the tangent; plans are repaired and bounds kept as in :mod:`wball.kernels.books`. What
-differs is the work:
+The mathematics is that of the torch version. The differences are in the work:
 
-* the support function without box is the kink of a convex function of the price alone and is found first;
-* an image stops when *it* is done, and takes as many steps as *it* needs;
-* only rows with mass and columns within their reach exist (:mod:`wball.kernels.image_rows`);
-* shares below ``e^-SPARSE`` of the largest in their row are 0. At low temperatures that leaves one or two moves a row,
-  and a step of conjugate gradients walks over those alone.
+* images are solved one at a time, each with its own number of steps;
+* the support function without box, a convex function of the price alone, is solved first;
+* only rows with mass and columns within their reach are stored (:mod:`wball.kernels.image_rows`);
+* shares below ``e^-SPARSE`` of the largest in their row count as 0, so that a step of conjugate
+  gradients at a low temperature visits one or two moves per row.
 """
 
 from __future__ import annotations
@@ -21,7 +19,14 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled, exp
-from wball.kernels.entropic_path import reference as path
+from wball.kernels.entropic_path.reference import (
+    CG_MAX,
+    CG_TOL,
+    LEVEL_TOL,
+    LINGER,
+    MAX_HALVINGS,
+    RATIO,
+)
 from wball.kernels.image_rows import (
     copy,
     fill,
@@ -36,26 +41,21 @@ from wball.kernels.price import narrowed, smooth_step
 from wball.moves import Moves, StencilMoves
 
 SPARSE = 32.0
-"""Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of float64's rounding."""
+"""Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of
+float64's rounding."""
 
 
-class _Levels(NamedTuple):
-    """Settings of :mod:`wball.kernels.entropic_path.reference`."""
+class _Damping(NamedTuple):
+    """Regularisation of Newton's equation, relative to the residual."""
 
-    ratio: float
-    level_tol: float
-    cg_tol: float
-    cg_max: int
     damping: float
-    halvings: int
-    linger: int
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``.
 
-    Images of a GPU are solved on the host: steps in float64 that differ from image to image are hundreds of small
-    launches and read-backs in torch, and a few milliseconds of one core.
+    Images of a GPU are solved on the host: steps in float64 that differ from image to image are
+    hundreds of small launches and read-backs in torch, and a few milliseconds of one core.
     """
     return (
         None
@@ -67,12 +67,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 def entropic_path(
     problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
 ) -> Tensor:
-    """See :func:`wball.kernels.entropic_path.entropic_path`."""
-    damping, halvings = problem.columns.damping, path.MAX_HALVINGS
-    levels = _Levels(
-        path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, damping, halvings, path.LINGER
-    )
-    return improve(_follow_images, levels, problem, start, tau_start, max_iter, best)
+    """See :func:`wball.kernels.entropic_path.reference.entropic_path`."""
+    damping = _Damping(problem.columns.damping)
+    return improve(_follow_images, damping, problem, start, tau_start, max_iter, best)
 
 
 class _Sparse(NamedTuple):
@@ -86,7 +83,8 @@ class _Sparse(NamedTuple):
 
 @compiled(inner=True, fastmath={"contract", "nsz", "reassoc"})
 def _exp_row(row, top, scale):  # type: ignore[no-untyped-def]
-    """``exp((row - top) * scale)`` in place, 0 where that is below ``e^-SPARSE``; returns the sum."""
+    """``exp((row - top) * scale)`` in place, 0 where that is below ``e^-SPARSE``; returns the
+    sum."""
     total = 0.0
     for k in range(row.size):
         t = (row[k] - top) * scale
@@ -107,7 +105,8 @@ def _side(p, j, u, column):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, and the residual."""
+    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, and the
+    residual."""
     n_rows, n_moves = p.end.shape
     fill(columns, 0.0)
     cost, rows = 0.0, 0.0
@@ -135,7 +134,8 @@ def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-unty
             dual += (p.hi if over < 0.0 else p.lo) * over
             gradient[j] = 0.0 if side == 0 else (p.hi if side < 0 else p.lo) - columns[j]
         else:
-            # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
+            # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave
+            # there.
             z = min(p.target[j] - u[j], p.hi)
             z = max(z, p.lo) if p.lo > 0.0 else z
             dual += 0.5 * (p.target[j] - z) ** 2 + u[j] * z
@@ -149,7 +149,8 @@ def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-unty
 
 @compiled(inner=True)
 def _apply(s, weight, d, d_psi, out):  # type: ignore[no-untyped-def]
-    """The plan's part of the Hessian times ``(d, d_psi)``; returns the part that belongs to ``psi``."""
+    """The plan's part of the Hessian times ``(d, d_psi)``; returns the part that belongs to
+    ``psi``."""
     fill(out, 0.0)
     out_psi = 0.0
     for a in range(weight.size):
@@ -164,8 +165,9 @@ def _apply(s, weight, d, d_psi, out):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d):  # type: ignore[no-untyped-def]
-    """``-D''(u, psi) d = rhs`` by conjugate gradients with a diagonal preconditioner; returns ``d_psi``."""
+def _solve_newton(p, damping, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d):  # type: ignore[no-untyped-def]
+    """``-D''(u, psi) d = rhs`` by conjugate gradients with a diagonal preconditioner; returns
+    ``d_psi``."""
     n_rows, n_moves = p.end.shape
     n = u.size
     weight = np.empty(n_rows)
@@ -201,8 +203,9 @@ def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, 
             column[j] = 1.0 if free < p.hi and (free > p.lo or p.lo <= 0.0) else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do there.
-    ridge = max(1e-12 * largest, levels.damping * residual / max(high - low, 1e-300))
+    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do
+    # there.
+    ridge = max(1e-12 * largest, damping * residual / max(high - low, 1e-300))
     price_free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if price_free and curvature > 0.0 else 1.0
 
@@ -218,8 +221,8 @@ def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, 
     q_psi = r_psi / diagonal_psi
     size += r_psi * q_psi
     d_psi = 0.0
-    goal = levels.cg_tol**2 * size
-    for _ in range(levels.cg_max):
+    goal = CG_TOL**2 * size
+    for _ in range(CG_MAX):
         if p.stop[0] != 0:
             break
         h_psi = _apply(s, weight, q, q_psi, h)
@@ -252,7 +255,8 @@ def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, 
 
 @compiled(inner=True)
 def _add_tangent(p, u, psi, tau, share, distance, rhs):  # type: ignore[no-untyped-def]
-    """Add ``distance`` times the gradient's derivative in ``tau`` to ``rhs``; returns what ``psi`` gets of it."""
+    """Add ``distance`` times the gradient's derivative in ``tau`` to ``rhs``; returns what ``psi``
+    gets of it."""
     out = 0.0
     for a in range(p.end.shape[0]):
         mean = 0.0
@@ -322,8 +326,9 @@ def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped
 
 
 @compiled(inner=True)
-def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow, best_u, known):  # type: ignore[no-untyped-def]
-    """Follow one image's path. ``known``: primal, dual, bound without entropy, price of the dual. Returns the steps."""
+def _follow(p, goal, damping, start, tau_start, tau_end, offset, floor, best_flow, best_u, known):  # type: ignore[no-untyped-def]
+    """Follow one image's path. ``known``: primal, dual, bound without entropy, price of the dual.
+    Returns the steps."""
     n, shape = start.size, p.end.shape
     exact = tau_end == 0.0
     u, columns, gradient, share = start, np.empty(n), np.empty(n), np.zeros(shape)
@@ -344,15 +349,15 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
         largest = max(largest, abs(u[j]))
     for _ in range(goal.max_iter):
         final = tau <= tau_end * (1 + 1e-9)
-        settled = residual <= min(max(tau, 1e-9), levels.level_tol) and not final or stuck >= 3
-        settled = settled or lingered >= levels.linger and not final
+        settled = residual <= min(max(tau, 1e-9), LEVEL_TOL) and not final or stuck >= 3
+        settled = settled or lingered >= LINGER and not final
         lingered = 0 if settled else lingered + 1
         copy(gradient, rhs)
         rhs_psi = slope
         if settled:
             rhs_psi += _add_tangent(p, u, psi, tau, share, tau_end - tau, rhs)
         d_psi = _solve_newton(
-            p, levels, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d
+            p, damping, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d
         )
         steps += 1
 
@@ -383,7 +388,7 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
         moved = True
         if settled and not final:
             # Down one level along the tangent, or from where we are if that is better.
-            lower = max(tau / levels.ratio, tau_end)
+            lower = max(tau / RATIO, tau_end)
             travelled = (tau - lower) / max(tau - tau_end, 1e-300)
             new_psi = _stepped(p, u, columns, psi, d, d_psi, travelled, new_u)
             new_dual, new_slope, new_residual = _evaluate(
@@ -405,12 +410,13 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
                 copy(share, new_share)
             tau = lower
         else:
-            # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+            # Stop where psi reaches 0: beyond it the direction was computed for another set of free
+            # variables.
             step = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
             # The dual is a difference of sums, which round in proportion to their own size.
             noise, moved = 1e-14 * (abs(dual) + total * largest), False
             new_psi, new_dual, new_slope, new_residual = psi, dual, slope, residual
-            for _ in range(levels.halvings):
+            for _ in range(MAX_HALVINGS):
                 new_psi = _stepped(p, u, columns, psi, d, d_psi, step, new_u)
                 new_dual, new_slope, new_residual = _evaluate(
                     p, new_u, new_psi, tau, new_share, new_columns, new_gradient
@@ -441,7 +447,7 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
 
 
 @compiled()
-def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyped-def]
+def _follow_images(images, moves, goal, settings, known):  # type: ignore[no-untyped-def]
     cell = np.empty(images.x[0].size, dtype=np.int64)
     for m in range(images.x.shape[0]):
         p, start, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
@@ -450,7 +456,7 @@ def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyp
             steps, done = without_box(p, goal, start, best_flow, best_u, found)
         if not done:
             steps += _follow(
-                p, goal, levels, start.copy(), images.tau_start[m], images.tau_end[m], images.offset[m],
+                p, goal, settings.damping, start.copy(), images.tau_start[m], images.tau_end[m], images.offset[m],
                 images.floor[m], best_flow, best_u, found,
             )  # fmt: skip
         known.n_iter[m] = steps

@@ -1,17 +1,19 @@
-r"""Following the entropic path: the engine behind the exact support function and entropic projections.
+r"""Following the entropic path: the engine behind the exact support function and entropic
+projections.
 
-The problem is that of :mod:`wball.kernels.books`. With a potential ``u`` for the columns and a price ``psi >= 0`` for
-cost, rows and columns can be eliminated in closed form,
+The problem is that of :mod:`wball.kernels.books`. With a potential ``u`` for the columns and a
+price ``psi >= 0`` for cost, rows and columns can be eliminated in closed form,
 
 .. math::
     \pi_{ij} \propto e^{(u_j - \psi C_{ij}) / \tau}, \qquad
     z_j(u) = \operatorname*{argmin}_{lo \le z \le hi} f_j(z) + u_j z,
 
-which leaves a concave dual ``D(u, psi)`` with gradient ``(z(u) - P^T 1, <P, C> - E)``. Its Hessian is a diagonal plus a
-covariance of the plan, so that Newton's equation is solved by conjugate gradients: one gather and one scatter over the
-moves per step, nothing factorised. Block ascent (the paper's iteration) crawls when ``tau`` is small; this does not,
-because the solution is nearly linear in ``tau``: each level starts from the tangent of the path at the level above it,
-and the tangent carried on to ``tau = 0`` yields the exact duals long before ``tau`` gets there.
+which leaves a concave dual ``D(u, psi)`` with gradient ``(z(u) - P^T 1, <P, C> - E)``. Its Hessian
+is a diagonal plus a covariance of the plan, so that Newton's equation is solved by conjugate
+gradients: one gather and one scatter over the moves per step, nothing factorised. Block ascent (the
+paper's iteration) crawls when ``tau`` is small; this does not, because the solution is nearly
+linear in ``tau``: each level starts from the tangent of the path at the level above it, and the
+tangent carried on to ``tau = 0`` yields the exact duals long before ``tau`` gets there.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from wball.plan import Plan
 RATIO = 6.0
 """How fast ``tau`` falls from level to level."""
 LEVEL_TOL = 3e-3
-"""Residual (pixels) at which a level is left, or ``tau`` if that is less: the tangent removes what is left of it."""
+"""Residual (pixels) at which a level is left, or ``tau`` if that is less: the tangent removes what
+is left of it."""
 CG_TOL, CG_MAX = 1e-3, 250
 LINGER = 60
-"""Newton steps after which a level is left in any case: rounding may keep its residual from falling."""
+"""Newton steps after which a level is left in any case: rounding may keep its residual from
+falling."""
 MAX_HALVINGS = 30
 
 
@@ -76,14 +80,16 @@ def evaluate(problem: Problem, u: Tensor, psi: Tensor, tau: Tensor) -> Iterate:
 def solve_newton(
     problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``-D''(u, psi) d = rhs`` by conjugate gradients with a diagonal preconditioner, each image to ``CG_TOL``."""
+    """``-D''(u, psi) d = rhs`` by conjugate gradients with a diagonal preconditioner, each image to
+    ``CG_TOL``."""
     moves, tau = problem.moves, at.tau
     weight = problem.x.unsqueeze(2) * at.share / per_image(tau, at.share)
     free = (at.psi > 0) | (at.gradient_psi > 0)
     column = problem.columns.curvature(at.u)
     moving = ~problem.columns.held(at.u, at.columns)
     diagonal = column + moves.scatter(weight * (1 - at.share))
-    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do there.
+    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do
+    # there.
     ridge = 1e-12 * diagonal.flatten(1).amax(1).clamp(min=1e-12)
     span = at.u.flatten(1).amax(1) - at.u.flatten(1).amin(1)
     ridge = torch.maximum(ridge, problem.columns.damping * at.residual / span.clamp(min=1e-300))
@@ -144,7 +150,8 @@ def path_tangent(problem: Problem, at: Iterate) -> tuple[Tensor, Tensor]:
 
 def ascend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor) -> tuple[Iterate, Tensor]:
     """A backtracking step along ``(d, d_psi)``; also returns which images moved at all."""
-    # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+    # Stop where psi reaches 0: beyond it the direction was computed for another set of free
+    # variables.
     longest = torch.where(
         d_psi < 0, (at.psi / (-d_psi).clamp(min=1e-300)).clamp(max=1), torch.ones_like(d_psi)
     )
@@ -175,7 +182,8 @@ def _stepped(
 def price_root(
     problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_iter: int = 60
 ) -> Tensor:
-    """The price at which the cost of the rows' shares meets the budget: bracketed Newton, feasible side."""
+    """The price at which the cost of the rows' shares meets the budget: bracketed Newton, feasible
+    side."""
     moves, x, budget = problem.moves, problem.x, problem.budget
     gathered = moves.gather(u)
     positive = moves.cost[moves.cost > 0]
@@ -204,7 +212,17 @@ def price_root(
 def entropic_path(
     problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
 ) -> Tensor:
-    """See :func:`wball.kernels.entropic_path.entropic_path`."""
+    """Follow the path of every image and improve ``best``; returns the Newton steps used.
+
+    Exact linear problems are solved without their box first.
+
+    Args:
+        problem: exact with linear columns, or entropic.
+        start: column potentials to start from.
+        tau_start: temperature of the first level.
+        max_iter: Newton steps.
+        best: the best plan and bound so far, improved in place.
+    """
     if not (problem.columns.linear and problem.exact):
         return _follow(problem, start, tau_start, max_iter, best)
     n_iter = without_box(problem, max_iter, best)
@@ -217,7 +235,11 @@ def entropic_path(
 
 
 def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
-    """See :func:`wball.kernels.entropic_path.without_box`. Without a box ``u = g`` is optimal."""
+    """Linear columns without their box: ``u = g`` is optimal, and one scalar equation in ``psi`` is
+    left.
+
+    Plans are then repaired into the box, which already solves many images.
+    """
     if problem.exact:
         return exact_without_box(problem, max_iter, best)
     x, moves, g = problem.x, problem.moves, problem.columns.target
@@ -248,11 +270,12 @@ def _offer(
 def _follow(
     problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
 ) -> Tensor:
-    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau``; returns the Newton steps used per image.
+    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau``; returns the Newton steps
+    used per image.
 
-    With ``tau > 0`` (finite ``reg``), the iterate at ``tau`` is offered after every Newton step. With ``tau = 0`` every
-    level is: its plan, which is off by little more than the level's temperature, and the duals at the end of the
-    tangent, which are off by far less.
+    With ``tau > 0`` (finite ``reg``), the iterate at ``tau`` is offered after every Newton step.
+    With ``tau = 0`` every level is: its plan, which is off by little more than the level's
+    temperature, and the duals at the end of the tangent, which are off by far less.
     """
     tau_end, exact = problem.tau, problem.exact
     batch = problem.x.shape[0]
@@ -294,7 +317,8 @@ def _follow(
         if late:
             break
 
-        # A settled image goes down one level along the tangent; the others take a Newton step where they are.
+        # A settled image goes down one level along the tangent; the others take a Newton step where
+        # they are.
         lower = torch.maximum(at.tau / RATIO, tau_end[active]) if not exact else at.tau / RATIO
         tau = torch.where(settled & ~final, lower, at.tau)
         travelled = torch.where(

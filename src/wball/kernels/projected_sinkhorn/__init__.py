@@ -4,47 +4,43 @@ r"""Projected Sinkhorn: the paper's entropic projection with the box inside, and
     \min_{P \ge 0,\ P1 = x,\ \langle P, C\rangle \le E,\ lo \le z \le hi}
     \tfrac12 \|w - z\|^2 + \tau \sum_{ij} P_{ij} \log (P_{ij} / x_i), \qquad z = P^T 1
 
-has the dual ``D(u, psi) = sum_j phi_j(u_j) - psi E - tau sum_i x_i lse_j((u_j - psi C_ij) / tau)`` with
-``phi_j(u) = min over the box of 1/2 (w_j - z)^2 + u z``. It is climbed in two blocks, in logs (``beta = u / tau``):
+has the dual ``D(u, psi) = sum_j phi_j(u_j) - psi E - tau sum_i x_i lse_j((u_j - psi C_ij) / tau)``
+with ``phi_j(u) = min over the box of 1/2 (w_j - z)^2 + u z``. The dual is maximised in two blocks,
+in logs (``beta = u / tau``):
 
-* rows and price together: the rows in closed form, ``psi`` a scalar root over rings (as in the entropic plan);
-* columns: with ``s_j`` the arriving mass per unit of ``e^beta_j``, ``clip(w_j - tau beta_j) = e^beta_j s_j`` has the
-  solution ``beta = w / tau - omega(w / tau + log(s / tau))`` (Wright omega) where the box does not bind, and
+* rows and price: the rows have a closed form, and ``psi`` is the root of a scalar equation;
+* columns: with ``s_j`` the arriving mass per unit of ``e^beta_j``, the solution is
+  ``beta = w / tau - omega(w / tau + log(s / tau))`` (Wright omega) where the box does not bind, and
   ``log(bound / s)`` where it does.
 
-Plain block ascent crawls when ``tau`` is small or many pixels are full. What all kernels do about it:
+Plain block ascent is slow if ``tau`` is small or many pixels are full. All kernels therefore use:
 
-**Scaled steps.** A column resists a change of its potential by ``M_j = z_j + tau`` (``z_j`` where the box binds) less
-what the rows undo, ``P^T diag(1 / x) P``. Most of the mass stays where it is: the diagonal of that is about
-``P_jj^2 / x_j``, nearly ``z_j``. The step of a sweep is therefore followed ``M_j / (M_j - P_jj^2 / x_j)``
-times as far (Jacobi's scaling of the Newton equations): a half to a third of the sweeps, and a sixth where little
-may move. Images of 256 x 256 then take about as many as small ones.
+**Scaled steps.** A column resists a change of its potential by ``M_j = z_j + tau`` (``z_j`` where
+the box binds) less what the rows undo, ``P^T diag(1 / x) P``. Most mass does not move, so the
+diagonal of that is about ``P_jj^2 / x_j``, nearly ``z_j``. The step of a sweep is therefore scaled
+by ``M_j / (M_j - P_jj^2 / x_j)`` (Jacobi's scaling of the Newton equations).
 
-**Memory.** Each sweep starts from a combination of the last few (:mod:`wball.kernels.projected_sinkhorn.memory`, and
-Triton's in its own words). Where that misleads, it starts from a point extrapolated along the last move instead, with
-weights ``k / (k + 3)``, and ``k`` starts again at 0 when the sweep turns back (Nesterov's momentum with adaptive
-restart).
+**Memory.** Each sweep starts from a combination of the last few (Anderson's method; Triton has
+conjugate residuals). If the estimated gap rises, the memory is dropped and later steps are scaled
+by less.
 
-**Margin.** A repair sends the excess of full columns back, and where all pixels of an area are full there is no other
-room for it. Full columns therefore aim below ``hi``, by so much that it costs a share of the gap.
+**Margin.** A repair sends the excess of full columns back, and inside a full area there is no room
+for it. Full columns therefore aim below ``hi``, by an amount that costs a share of the gap.
 
-**What was sent back.** Compiled loops for a CPU and torch go on with a plan whose repair was costly where the repair
-left it: ``beta + log(keep)`` are better potentials than a sweep's (:mod:`wball.kernels.projected_sinkhorn.excess`).
-Torch, which repairs whole images at once (:mod:`wball.kernels.projected_sinkhorn.excess_reference`), does so early.
-
-**Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w - u``, ``c = clip(v)``,
+**Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w -
+u``, ``c = clip(v)``,
 
 .. math::
     primal(Q) - D(u, \psi) = \sum_j \big( \tfrac12 (z_j - c_j)^2 - (z_j - c_j)(v_j - c_j) \big)
     + \psi (E - \langle Q, C \rangle) + \tau\, KL(Q \,|\, P),
 
-a sum of small terms that nothing cancels in, so float32 resolves gaps far below its rounding of the objective.
-An image leaves when a cheap estimate of this is within the tolerance; then its plan is repaired (box, then budget),
-the gap is evaluated for the repaired plan, and the image goes back if that was not enough.
+a sum of small terms without cancellation, so float32 resolves gaps far below its rounding of the
+objective. When an estimate of the gap is within the tolerance, an image offers its plan: the plan
+is repaired (box, then budget) and its gap computed. If that gap is too large, sweeps continue.
 
-**Repair.** Full columns send their excess back, which may overfill those who sent it; what a few sweeps leave is tiny.
-It is removed by mixing in a plan ``Q`` in which no column counts on what it sends away: ``Q`` is below ``hi`` by that
-amount, so a small share of it is enough.
+**Repair.** Full columns send their excess back, which may overfill the pixels it came from. The
+little that remains after a few sweeps is removed by mixing in a plan in which no column counts on
+the mass that it sends away.
 """
 
 from __future__ import annotations
@@ -59,22 +55,65 @@ from wball.kernels import dispatch
 from wball.moves import Moves
 
 COLD_PRICE = 0.1
-"""Where the search for a price starts that nobody knows."""
+"""Initial price of a cold start."""
 
 FAR = 1.0
-"""A scaled step changes a potential by no more than this, in units of ``tau``, where the sweep's own is smaller."""
+"""A scaled step changes a potential by at most this, in units of ``tau``, or as far as the sweep
+itself does."""
+
+LESS = 0.8
+"""Factor on the scale of all later steps when the estimated gap rises."""
+
+DOUBT = 3.0
+"""The gap has risen if it is more than this factor above the lowest one."""
 
 MEMORY = 5
-"""Earlier sweeps that a combination is made of."""
+"""Number of earlier sweeps in a combination."""
+
+LONGEST = 10.0
+"""A combination moves potentials at most this factor further than the sweep, or than ``FAR``."""
 
 MARGIN, WIDEST_MARGIN = 0.2, 5e-4
-"""Full columns aim so far below ``hi`` that it costs this share of the allowed gap, to first order and to second, but
-not by more of the box."""
+"""Full columns aim below ``hi`` such that it costs this share of the allowed gap, to first and to
+second order, but at most by this share of the box."""
+
+FIRST, LEAST = 0.5, 0.02
+"""An image offers its plan when the estimate is below ``FIRST`` times the tolerance, halved after
+each offer down to ``LEAST`` times the tolerance."""
+
+ROUNDS = 40
+"""Largest number of offers of an image."""
+
+EXCESS = 10.0
+"""Cost of mass above the box in the estimate of the gap, in units of its price: a repair sends it
+back unspent."""
+
+REPAIR_SWEEPS, OVERSHOOT, FROM_SWEEP = 40, 1.0, 2
+"""Sweeps of a repair. From ``FROM_SWEEP`` on, pixels above ``hi`` send back twice their excess:
+mass that circulates among full pixels would take long to vanish otherwise."""
+
+SCHEDULE = (
+    tuple(float(sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
+    tuple(OVERSHOOT * (FROM_SWEEP <= sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
+)
+"""For each sweep of a repair: the share of the mass sent that a pixel counts on, and the
+overshoot."""
+
+SLACK, EXACT_SLACK = 5e-7, 1e-12
+"""Mass above ``hi`` that float32 and float64 may leave. It is cut off, and is far below the
+precision of images."""
+
+PARTS = 0.03
+"""Gaps are relative to at least this share of distance and entropy."""
+
+PSI_TOL = 0.2
+"""The price is solved until the budget left is worth this share of the allowed gap."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Points to project onto balls around images, at temperature ``tau`` (``m / lambda`` in image units).
+    """Points to project onto balls around images, at temperature ``tau`` (``m / lambda`` in image
+    units).
 
     Attributes:
         x: images in the box, float32 or float64, ``(B, C, H, W)``.
@@ -88,8 +127,9 @@ class Projection:
         tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
             ``d = 1/2 |w - z|^2``.
         max_iter: at most so many sweeps per image.
-        factors: whether to return the plan. It is then the plan of point, cost and gap in float64: to the last bit, and
-            for gaps that float32 does not resolve. Images that a kernel leaves to others have an infinite gap.
+        factors: whether to return the plan. It is then the plan of point, cost and gap in float64:
+            to the last bit, and for gaps that float32 does not resolve. Images that a kernel leaves
+            to others have an infinite gap.
     """
 
     x: Tensor
@@ -141,7 +181,8 @@ class ProjectedSinkhorn:
         allowed: the gap at which an image counts as solved, float64.
         residual: largest difference between ``z`` and ``clip(w - u)``.
         n_iter: sweeps per image.
-        keep, give: column and row factors of that plan, like ``x``, in float64, where they were asked for.
+        keep, give: column and row factors of that plan, like ``x``, in float64, where they were
+            asked for.
         kernel: which implementation computed it.
     """
 
@@ -160,7 +201,8 @@ class ProjectedSinkhorn:
 
 
 def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
-    """``tau sum x log(x / m)`` per image, float64: from entropy relative to ``x`` to entropy relative to the mass."""
+    """``tau sum x log(x / m)`` per image, float64: from entropy relative to ``x`` to entropy
+    relative to the mass."""
     exact = x.to(torch.float64).flatten(1)
     return tau.to(torch.float64) * (
         torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1)

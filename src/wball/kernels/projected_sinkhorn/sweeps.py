@@ -1,17 +1,21 @@
-r"""The sweeps of projected Sinkhorn on a CPU: rows with the price, then columns, then how far to follow them.
+r"""The sweeps of projected Sinkhorn on a CPU: rows with the price, then columns, then how far to
+follow them.
 
-With ``E = exp(beta - middle)``, ``w_k = exp(-psi C_k / tau)`` and ``A_i = x_i / sum_k w_k E_{i + k}``, rows and columns
-are correlations with a small kernel. What is left per pixel and sweep is one exponential for ``E`` and, for the
-columns, a logarithm and an exponential: with ``log s_j = log(sum_k w_k A_{j - k}) - middle`` the logarithm ``v`` of
-``z_j / tau`` solves
+With ``E = exp(beta - middle)``, ``w_k = exp(-psi C_k / tau)`` and ``A_i = x_i / sum_k w_k E_{i +
+k}``, rows and columns are correlations with a small kernel. What is left per pixel and sweep is one
+exponential for ``E`` and, for the columns, a logarithm and an exponential: with ``log s_j =
+log(sum_k w_k A_{j - k}) - middle`` the logarithm ``v`` of ``z_j / tau`` solves
 
 .. math::
-    e^v + v = w_j / \tau + \log(s_j / \tau), \qquad \beta_j = clip(v + \log \tau,\ \log lo,\ \log hi) - \log s_j,
+    e^v + v = w_j / \tau + \log(s_j / \tau), \qquad \beta_j = clip(v + \log \tau,\ \log lo,\ \log
+    hi) - \log s_j,
 
-and a step of Halley's method from the ``v`` of the sweep before is exact enough once sweeps change little.
+and a step of Halley's method from the ``v`` of the sweep before is exact enough once sweeps change
+little.
 
-Every loop either only sums or writes to one or two arrays and reads few: with more than eight pairs of arrays that
-could overlap, the compiler would not vectorise it. All work on the flat image between ``pad`` and ``pad + n``.
+Every loop either only sums or writes to one or two arrays and reads few: with more than eight pairs
+of arrays that could overlap, the compiler would not vectorise it. All work on the flat image
+between ``pad`` and ``pad + n``.
 """
 
 from __future__ import annotations
@@ -21,31 +25,31 @@ import math
 from wball.kernels.compiled import compiled, exp, log
 from wball.kernels.factors import SUMS, TINY, correlate
 from wball.kernels.price import narrowed, smooth_step
+from wball.kernels.projected_sinkhorn import FAR, PSI_TOL
 
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
 # Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
 GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN, BEST = range(9, 19)
-MASS, NORM, FIRST, SECOND, RINGS = range(19, 24)
+MASS, NORM, SCRATCH, SPARE, RINGS = range(19, 24)
 
 FUSED = 5
-"""Rings beside the first that one pass takes."""
+"""Rings per pass, beside the first ring."""
+
+
+def rows(n_rings: int) -> int:
+    """Rows of the working memory of a window with so many rings."""
+    return RINGS + 1 + FUSED * -(-n_rings // FUSED)
 
 
 @compiled(inner=True, fastmath=SUMS)
 def exponentials(work, middle, reached):  # type: ignore[no-untyped-def]
-    """``E``, and the sum of the eighth powers of the exponents, whose root bounds them: maxima do not vectorise."""
+    """``E``, there and in ``FACTOR``."""
     e, beta = work[FACTOR, : reached.size], work[BETA, : reached.size]
-    total = 0.0
     for i in range(reached.size):
-        t = beta[i] - middle
-        e[i] = exp(t)
-        t *= t
-        t *= t
-        total += t * t
+        e[i] = exp(beta[i] - middle)
     for i in range(reached.size):
         work[E, reached[i]] = e[i]
-    return total
 
 
 @compiled(inner=True)
@@ -57,7 +61,8 @@ def extent(work, count):  # type: ignore[no-untyped-def]
     return 0.5 * (low + high), 0.5 * (high - low)
 
 
-# ``lit`` are the places of rows with mass: ``MASS``, ``NORM`` and the rings, the first of which is ``E`` itself.
+# ``lit`` are the places of rows with mass: ``MASS``, ``NORM`` and the rings, the first of which is
+# ``E`` itself.
 
 
 @compiled(inner=True)
@@ -81,34 +86,27 @@ def ring(ring_cost, d, price):  # type: ignore[no-untyped-def]
 def _moments(work, count, price, ring_cost):  # type: ignore[no-untyped-def]
     """Cost of the plan at ``price`` and minus its derivative."""
     x, e = work[MASS, :count], work[RINGS, :count]
-    cost, slope = 0.0, 0.0
-    if ring_cost.size <= FUSED + 1:
-        (c0, t0), (c1, t1) = ring(ring_cost, 1, price), ring(ring_cost, 2, price)
-        (c2, t2), (c3, t3) = ring(ring_cost, 3, price), ring(ring_cost, 4, price)
-        c4, t4 = ring(ring_cost, 5, price)
-        r0, r1, r2 = work[RINGS + 1, :count], work[RINGS + 2, :count], work[RINGS + 3, :count]
-        r3, r4 = work[RINGS + 4, :count], work[RINGS + 5, :count]
-        for i in range(count):
-            b0, b1, b2, b3, b4 = t0 * r0[i], t1 * r1[i], t2 * r2[i], t3 * r3[i], t4 * r4[i]
-            scale = 1.0 / (e[i] + (b0 + b1) + (b2 + b3) + b4)
-            b0, b1, b2, b3, b4 = c0 * b0, c1 * b1, c2 * b2, c3 * b3, c4 * b4
-            mean = (b0 + b1 + b2 + (b3 + b4)) * scale
-            square = (c0 * b0 + c1 * b1 + c2 * b2 + (c3 * b3 + c4 * b4)) * scale
-            cost += x[i] * mean
-            slope += x[i] * (square - mean * mean)
-        return cost, slope
-    norm, first, second = work[NORM, :count], work[FIRST, :count], work[SECOND, :count]
+    norm, first, second = work[NORM, :count], work[SCRATCH, :count], work[SPARE, :count]
     for i in range(count):
         norm[i] = e[i]
         first[i] = second[i] = 0.0
-    for d in range(1, ring_cost.size):
-        r, c = work[RINGS + d, :count], ring_cost[d]
-        weight = math.exp(-price * c)
+    for d in range(1, ring_cost.size, FUSED):
+        (c0, t0), (c1, t1) = ring(ring_cost, d, price), ring(ring_cost, d + 1, price)
+        (c2, t2), (c3, t3) = ring(ring_cost, d + 2, price), ring(ring_cost, d + 3, price)
+        c4, t4 = ring(ring_cost, d + 4, price)
+        r0, r1, r2 = (
+            work[RINGS + d, :count],
+            work[RINGS + d + 1, :count],
+            work[RINGS + d + 2, :count],
+        )
+        r3, r4 = work[RINGS + d + 3, :count], work[RINGS + d + 4, :count]
         for i in range(count):
-            b = weight * r[i]
-            norm[i] += b
-            first[i] += c * b
-            second[i] += c * c * b
+            b0, b1, b2, b3, b4 = t0 * r0[i], t1 * r1[i], t2 * r2[i], t3 * r3[i], t4 * r4[i]
+            norm[i] += b0 + b1 + b2 + (b3 + b4)
+            b0, b1, b2, b3, b4 = c0 * b0, c1 * b1, c2 * b2, c3 * b3, c4 * b4
+            first[i] += b0 + b1 + b2 + (b3 + b4)
+            second[i] += c0 * b0 + c1 * b1 + c2 * b2 + (c3 * b3 + c4 * b4)
+    cost, slope = 0.0, 0.0
     for i in range(count):
         scale = 1.0 / norm[i]
         mean = first[i] * scale
@@ -124,7 +122,7 @@ def normalise(work, price, ring_cost, lit):  # type: ignore[no-untyped-def]
         work[MASS, : lit.size],
         work[NORM, : lit.size],
         work[RINGS, : lit.size],
-        work[FIRST, : lit.size],
+        work[SCRATCH, : lit.size],
     )
     for i in range(lit.size):
         norm[i] = e[i]
@@ -149,15 +147,15 @@ def log_sums(work, count):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def solve_price(work, count, price, budget, ring_cost, newton, miss, most):  # type: ignore[no-untyped-def]
+def solve_price(work, count, price, budget, ring_cost, newton, miss):  # type: ignore[no-untyped-def]
     """The root of ``cost(price) = budget``: Newton on the logarithm of the cost, kept in a bracket.
 
-    What is left of the budget may be worth ``miss``, and ``most`` of the budget.
+    The budget left may be worth ``miss``, and may be a share ``PSI_TOL`` of the budget.
     """
     low, high = -1.0, math.inf
     for attempt in range(newton + 1):
         cost, slope = _moments(work, count, price, ring_cost)
-        tolerance = min(max(miss / max(price * budget, TINY), 4e-15), most)
+        tolerance = min(max(miss / max(price * budget, TINY), 4e-15), PSI_TOL)
         if (
             attempt == newton
             or cost <= budget
@@ -176,22 +174,32 @@ def gather(out, values, places):  # type: ignore[no-untyped-def]
         out[i] = values[places[i]]
 
 
+@compiled(inner=True)
+def arrive(work, reached):  # type: ignore[no-untyped-def]
+    """The columns of the plan in ``Z``."""
+    for i in range(reached.size):
+        work[Z, i] = work[FACTOR, i] * work[ARRIVING, reached[i]]
+
+
 @compiled(inner=True, fastmath=SUMS)
-def _first_logs(work, count, middle, log_tau):  # type: ignore[no-untyped-def]
-    """A start for ``v`` from either asymptote of its equation: ``y - e^y`` where ``y`` is small, else ``log(y)``."""
-    v, goal, arriving = work[V, :count], work[GOAL, :count], work[Z, :count]
+def _first_logs(work, count, log_tau):  # type: ignore[no-untyped-def]
+    """A start for ``v`` from either asymptote of its equation: ``y - e^y`` where ``y`` is small,
+    else ``log(y)``."""
+    v, goal, z, beta = work[V, :count], work[GOAL, :count], work[Z, :count], work[BETA, :count]
     for i in range(count):
-        y = goal[i] + log(max(arriving[i], TINY)) - middle - log_tau
+        y = goal[i] + log(max(z[i], TINY)) - beta[i] - log_tau
         v[i] = y - min(exp(min(y, 1.0)), 0.5) if y < 1.0 else log(max(y, 1.0))
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _column_step(work, count, middle, log_tau, least, most):  # type: ignore[no-untyped-def]
-    """One of Halley's steps on ``v``, and ``beta`` there in ``NEW``. Returns the sum of the steps' fourth powers."""
-    v, new, goal, arriving = work[V, :count], work[NEW, :count], work[GOAL, :count], work[Z, :count]
+def _column_step(work, count, log_tau, least, most):  # type: ignore[no-untyped-def]
+    """One of Halley's steps on ``v``, and ``beta`` there in ``NEW``. Returns the sum of the steps'
+    fourth powers."""
+    v, new, goal = work[V, :count], work[NEW, :count], work[GOAL, :count]
+    z, beta = work[Z, :count], work[BETA, :count]
     total = 0.0
     for i in range(count):
-        log_s = log(max(arriving[i], TINY)) - middle
+        log_s = log(max(z[i], TINY)) - beta[i]
         o = exp(v[i])
         f, slope = o + v[i] - (goal[i] + log_s - log_tau), 1.0 + o
         step = f * slope / (slope * slope - 0.5 * f * o)
@@ -203,21 +211,21 @@ def _column_step(work, count, middle, log_tau, least, most):  # type: ignore[no-
 
 
 @compiled(inner=True)
-def solve_columns(work, count, middle, log_tau, least, most, fresh):  # type: ignore[no-untyped-def]
-    """The columns' block: ``NEW`` from what arrives, in ``Z``."""
+def solve_columns(work, count, log_tau, least, most, fresh):  # type: ignore[no-untyped-def]
+    """The block of the columns: ``NEW`` from the columns in ``Z``."""
     for attempt in range(8):
         if attempt == 0 and fresh:
-            _first_logs(work, count, middle, log_tau)
-        moved = _column_step(work, count, middle, log_tau, least, most)
-        if moved <= 0.02**4:  # the largest step is below 0.02, and its cube is what is left
+            _first_logs(work, count, log_tau)
+        moved = _column_step(work, count, log_tau, least, most)
+        if moved <= 0.02**4:  # the largest step is below 0.02, and the error is about its cube
             return
-        if attempt == 0 and moved > 1.0:  # from afar Halley's steps may go astray
-            _first_logs(work, count, middle, log_tau)
+        if attempt == 0 and moved > 1.0:  # far from the solution, Halley's steps may diverge
+            _first_logs(work, count, log_tau)
 
 
 @compiled(inner=True, fastmath=SUMS)
 def pressure(work, count, tau, hi):  # type: ignore[no-untyped-def]
-    """What the gap grows by, to first order, where every full column is one below ``hi``."""
+    """The derivative of the gap in the margin of full columns below ``hi``."""
     goal, beta = work[GOAL, :count], work[BETA, :count]
     total = 0.0
     for i in range(count):
@@ -226,89 +234,39 @@ def pressure(work, count, tau, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
-    """Sums over the image: misfit, mass outside the box, distance, ``<beta, z>``."""
-    e, arriving = work[FACTOR, :count], work[Z, :count]
-    goal, beta = work[GOAL, :count], work[BETA, :count]
+def judge(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
+    """Sums over the image at the columns in ``Z``: misfit, mass outside the box, distance, ``<beta,
+    z>``."""
+    z, goal, beta = work[Z, :count], work[GOAL, :count], work[BETA, :count]
     misfit, outside, distance, inner = 0.0, 0.0, 0.0, 0.0
     for i in range(count):
-        z = e[i] * arriving[i]
-        kept = min(max(z, lo), hi)
+        kept = min(max(z[i], lo), hi)
         v = tau * (goal[i] - beta[i])
         c = min(max(v, lo), hi)
         away = kept - c
         misfit += away * (0.5 * away - (v - c))
-        outside += abs(z - kept)
-        off = tau * goal[i] - z
+        outside += abs(z[i] - kept)
+        off = tau * goal[i] - z[i]
         distance += 0.5 * off * off
-        inner += beta[i] * z
+        inner += beta[i] * z[i]
     return misfit, outside, distance, inner
 
 
 @compiled(inner=True, fastmath=SUMS)
-def follow(work, count, reached, tau, log_tau, least, most, bold, far):  # type: ignore[no-untyped-def]
-    """Scale the columns' steps (:mod:`wball.kernels.projected_sinkhorn`), and leave what resists them in ``OWN``."""
-    e, arriving, v, inverse = (
-        work[FACTOR, :count],
-        work[Z, :count],
-        work[V, :count],
-        work[INVERSE, :count],
-    )
+def follow(work, count, reached, tau, log_tau, least, most, bold):  # type: ignore[no-untyped-def]
+    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`); the resistance of the columns goes to
+    ``OWN``."""
+    e, z, v, inverse = work[FACTOR, :count], work[Z, :count], work[V, :count], work[INVERSE, :count]
     beta, new, own = work[BETA, :count], work[NEW, :count], work[OWN, :count]
     gather(own, work[A], reached)
     for i in range(count):
         stays = e[i] * own[i]
         level = v[i] + log_tau
-        whole = e[i] * arriving[i] + (tau if least < level < most else 0.0)
+        whole = z[i] + (tau if least < level < most else 0.0)
         resists = max(whole - stays * stays * inverse[i], 1e-9 * whole)
         step = new[i] - beta[i]
-        reach = max(abs(step), far)
+        reach = max(abs(step), FAR)
         new[i] = beta[i] + min(
             max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach
         )
         own[i] = resists
-
-
-@compiled(inner=True)
-def longest(work, count):  # type: ignore[no-untyped-def]
-    """The largest step of a column."""
-    beta, new = work[BETA, :count], work[NEW, :count]
-    most = 0.0
-    for i in range(count):
-        most = max(most, abs(new[i] - beta[i]))
-    return most
-
-
-@compiled(inner=True, fastmath=SUMS)
-def turned(work, count):  # type: ignore[no-untyped-def]
-    """Negative if the sweep turned back."""
-    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
-    total = 0.0
-    for i in range(count):
-        total += (new[i] - beta[i]) * (new[i] - last[i])
-    return total
-
-
-@compiled(inner=True, fastmath=SUMS)
-def extrapolate(work, count, weight):  # type: ignore[no-untyped-def]
-    """The next ``beta`` along the last step."""
-    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
-    for i in range(count):
-        beta[i] = new[i] + weight * (new[i] - last[i])
-        last[i] = new[i]
-
-
-@compiled(inner=True, fastmath=SUMS)
-def judge(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
-    """Sums over the image at the point in ``Z``: misfit, distance, ``<beta, z>``."""
-    z, goal, beta = work[Z, :count], work[GOAL, :count], work[BETA, :count]
-    misfit, distance, inner = 0.0, 0.0, 0.0
-    for i in range(count):
-        v = tau * (goal[i] - beta[i])
-        c = min(max(v, lo), hi)
-        away = z[i] - c
-        misfit += away * (0.5 * away - (v - c))
-        off = tau * goal[i] - z[i]
-        distance += 0.5 * off * off
-        inner += beta[i] * z[i]
-    return misfit, distance, inner

@@ -1,25 +1,28 @@
-r"""Projected Sinkhorn (:mod:`wball.kernels.projected_sinkhorn.reference`) in Triton: every sweep inside one launch.
+r"""Projected Sinkhorn (:mod:`wball.kernels.projected_sinkhorn.reference`) in Triton: every sweep
+inside one launch.
 
-One program per image: both blocks of the ascent, where the next sweep starts, the stopping test, repair and the gap.
-Images leave one by one, and nothing is read by the host.
+One program per image: both blocks of the ascent, where the next sweep starts, the stopping test,
+repair and the gap. Images leave one by one, and nothing is read by the host.
 
-**Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f = new - beta`` is
-linear in ``beta``, and self-adjoint in the metric by which a column resists a change (what its scaled step is divided
-by). So the difference ``d`` between the changes of two sweeps is made orthogonal to the three before it,
-and with it the step ``s`` that it belongs to; what ``f`` has along each ``d`` is removed by going along its ``s``:
+**Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f =
+new - beta`` is linear in ``beta``, and self-adjoint in the metric by which a column resists a
+change (what its scaled step is divided by). So the difference ``d`` between the changes of two
+sweeps is made orthogonal to the three before it, and with it the step ``s`` that it belongs to;
+what ``f`` has along each ``d`` is removed by going along its ``s``:
 
 .. math::
     \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
 
-(conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). Where the gap rises, the
-memory misleads and is dropped, and steps are scaled by less from then on. Sweeps in float64 and in logs are few,
-and have momentum.
+(conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve).
+Where the gap rises, the memory is dropped, and later steps are scaled by less. Sweeps in float64
+and in logs are few, and have no memory.
 
-Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
-without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second. Where the
-plan itself is wanted (``factors``), that second launch is the same program in float64 for all images: a few more
-sweeps, then point, plan, cost and gap of the same numbers, to the last bit. So it is for float64 images. Only
-potentials wider than float64's range are beyond it; such images come back with an infinite gap.
+Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials
+grow too wide to do without logs (large ``lambda``) are noted by a first launch, wherever they get
+to, and continued by a second. Where the plan itself is wanted (``factors``), that second launch is
+the same program in float64 for all images: a few more sweeps, then point, plan, cost and gap of the
+same numbers, to the last bit. So it is for float64 images. Only potentials wider than float64's
+range are beyond it; such images come back with an infinite gap.
 """
 
 # mypy: ignore-errors
@@ -33,13 +36,23 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.projected_sinkhorn import (
-    COLD_PRICE,
+    DOUBT,
+    EXACT_SLACK,
+    EXCESS,
     FAR,
+    FIRST,
+    FROM_SWEEP,
+    LEAST,
+    LESS,
     MARGIN,
+    OVERSHOOT,
+    PARTS,
+    PSI_TOL,
+    REPAIR_SWEEPS,
+    SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
-    reference,
 )
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_launch import kernel
@@ -67,44 +80,42 @@ EXACT_RANGE = 600.0
 """Potentials that differ by no more than this over an image need no logs in float64."""
 
 ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.9
-"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below what it may resolve."""
+"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below
+what it may resolve."""
 
 ROUGH_SLACK = 5e-8
-"""What float32 may leave above ``hi`` for float64 to repair: the gain of a full pixel is known to that."""
+"""What float32 may leave above ``hi`` for float64 to repair: the gain of a full pixel is known to
+that."""
 
 PATIENCE, RESOLVED = 30, 3e-5
-"""Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it resolves for sure."""
-
-FIRST = 0.5
-"""A first plan is offered at this share of the tolerance: steps are large here, and the next may be as good as two."""
-
-EXCESS = 10.0
-"""Mass above the box counts so many times its price: here sweeps are cheaper than repairs."""
+"""Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it
+resolves for sure."""
 
 ROUNDS = 8
-"""Plans that an image may offer, because the repaired one is not always as good as estimated."""
+"""Largest number of offers of an image: few, because the host has a fallback for the others."""
 
 REMEMBERED = 3
 ROWS = 1 + 2 * REMEMBERED
-"""Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with their steps. The
-change of the last sweep is kept in float32, and so is where it ended, in what will be the potential's place."""
+"""Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with
+their steps. The change of the last sweep is kept in float32, and so is where it ended, in what will
+be the potential's place."""
 
-_FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(reference.LEAST)
-_ROUNDS, _REPAIRS = tl.constexpr(ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
-_MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
-_OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(reference.FROM_SWEEP)
-_PARTS = tl.constexpr(reference.PARTS)
+_FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(LEAST)
+_ROUNDS, _REPAIRS = tl.constexpr(ROUNDS), tl.constexpr(REPAIR_SWEEPS)
+_PSI_TOL = tl.constexpr(PSI_TOL)
+_OVERSHOOT, _FROM_SWEEP = tl.constexpr(OVERSHOOT), tl.constexpr(FROM_SWEEP)
+_PARTS = tl.constexpr(PARTS)
 _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
-_DOUBT, _DEPENDENT = tl.constexpr(reference.DOUBT), tl.constexpr(1e-5)
-_RESOLVED, _COLD_PRICE = tl.constexpr(RESOLVED), tl.constexpr(COLD_PRICE)
+_DOUBT, _DEPENDENT = tl.constexpr(DOUBT), tl.constexpr(1e-5)
+_RESOLVED = tl.constexpr(RESOLVED)
 _REPAIRS_AGAIN = tl.constexpr(12)
 _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
     tl.constexpr(WIDEST_MARGIN),
     tl.constexpr(FAR),
     tl.constexpr(EXCESS),
-    tl.constexpr(reference.LESS),
+    tl.constexpr(LESS),
 )
-_RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
+_RESOLUTION = tl.constexpr(16.0)  # roundings by which the cost may miss the budget at any price
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -132,9 +143,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
     rough, rough_slack = (
-        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK)
-        if doubly
-        else (max(tol, RESOLVED), reference.SLACK)
+        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (max(tol, RESOLVED), SLACK)
     )
     keep, give = (
         kept,
@@ -144,10 +153,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         exact = doubly and not first
         start = (u_out, psi_out)
         if first:
-            start = (
-                w if problem.u is None else problem.u.contiguous(),
-                tau if problem.psi is None else problem.psi,
-            )
+            u, psi = problem.start()
+            start = (u.contiguous(), psi)
             memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
             recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
         if exact:
@@ -157,12 +164,13 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         _projection_kernel[(batch,)](
             x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
             memory, recent, table.offset, table.exact_fee if exact else table.fee,
-            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else rough_slack) * problem.unit,
+            _limits((lo, hi), device), 1, (EXACT_SLACK if exact else rough_slack) * problem.unit,
             tol if exact else rough, MARGIN * tol, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
-            # Where few sweeps are made, or by many values, the moves are looped over: faster to compile.
+            # Where few sweeps are made, or by many values, the moves are looped over: faster to
+            # compile.
             **table.constants(offsets=first and table.block <= MAX_ON_CHIP),
             GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
-            COLD_U=first and problem.u is None, COLD_PSI=first and problem.psi is None, POINT=not (doubly and first),
+            POINT=not (doubly and first),
             REPAIRED=box is not None or not (first or exact),
             WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
             num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
@@ -213,7 +221,8 @@ def _clip(values, lo, hi):
 
 @triton.jit
 def _log_ratio(column, above, bound):
-    """``log(column / bound)``, to the relative precision of ``above``, their difference, where that is small."""
+    """``log(column / bound)``, to the relative precision of ``above``, their difference, where that
+    is small."""
     t = above / bound
     near = t * (1.0 - t * (0.5 - t * (0.33333333333333333 - t * (0.25 - t * 0.2))))
     return tl.where(tl.abs(t) < 1e-3, near, tl.log(column) - tl.log(bound))
@@ -221,7 +230,8 @@ def _log_ratio(column, above, bound):
 
 @triton.jit
 def _scaled(beta, new, whole, resists, bold):
-    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`), or a part of them where that is more than ``new``."""
+    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`), or a part of them where that is more
+    than ``new``."""
     scale = whole / tl.maximum(resists, 1e-6 * whole + 1e-30)
     step = new - beta
     far = tl.maximum(tl.abs(step), _FAR)
@@ -251,10 +261,12 @@ def _exchanged(
     offset_ptr, fee_ptr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
-    """What each pixel exchanges by its ``own`` terms with those around, whose terms and factors are staged for it.
+    """What each pixel exchanges by its ``own`` terms with those around, whose terms and factors are
+    staged for it.
 
-    With column terms and ``toward=1``: what it would send if its own factor were 1. With row terms and ``toward=-1``:
-    what it would receive. In logs, factors are read from plain images, so that both are sums of the same numbers.
+    With column terms and ``toward=1``: what it would send if its own factor were 1. With row terms
+    and ``toward=-1``: what it would receive. In logs, factors are read from plain images, so that
+    both are sums of the same numbers.
     """
     if LINEAR:
         _stage(ptr, place, theirs * factor, real)
@@ -280,7 +292,7 @@ def _projection_kernel(
     box_ptr, one, slack, tol, margin_tol, max_iter, patience, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
-    REMEMBERS: tl.constexpr, COLD_U: tl.constexpr, COLD_PSI: tl.constexpr, POINT: tl.constexpr,
+    REMEMBERS: tl.constexpr, POINT: tl.constexpr,
     WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
@@ -304,10 +316,10 @@ def _projection_kernel(
     stage_halos(s_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
-    u = w - x if COLD_U else tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
+    u = tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
     budget_exact = tl.load(budget_ptr + image)
     budget = budget_exact.to(REAL)
-    psi = 0.0 * budget + _COLD_PRICE if COLD_PSI else tl.load(psi_ptr + image).to(REAL)
+    psi = tl.load(psi_ptr + image).to(REAL)
     single = (budget <= 0.0) | (tl.sum(x, 0) <= 0.0)
     tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(REAL))
     lo = tl.load(box_ptr).to(REAL)
@@ -321,9 +333,7 @@ def _projection_kernel(
     log_tau = tl.log(tau)
 
     beta = u / tau
-    last = beta if not REMEMBERS else 0.0
     price = psi / tau
-    streak = 0.0
     begun = 0 if LINEAR and not EXACT else tl.load(n_iter_out + image)
     n_iter = 0
     offers = 0
@@ -337,7 +347,7 @@ def _projection_kernel(
     since = 0
     sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
     margin = 0.0 * psi
-    bold = 0.0 * psi + (1.0 if REMEMBERS else 0.5)  # momentum must not turn
+    bold = 0.0 * psi + 1.0
     while (n_iter < max_iter) & (done == False):
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
@@ -365,7 +375,8 @@ def _projection_kernel(
             s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
         )
 
-        # Columns. What a pixel gains is small: so far from the box it is known better than the column itself.
+        # Columns. What a pixel gains is small: so far from the box it is known better than the
+        # column itself.
         gained = received - x * moved
         columns = received + x * (1.0 - moved)
         over = (x - hi) + gained
@@ -381,7 +392,8 @@ def _projection_kernel(
         resists = received + x * moved * (1.0 - moved) + heat_here
         n_iter += 1
 
-        # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
+        # About the gap after a repair, but for the margin: columns above hi will send mass back,
+        # unspent.
         kept = _clip(columns, lo, hi)
         misfit, outside, entropy, distance, cost, pressed = sum_six(
             tl.where(real, _misfit(w, tau * beta, kept, lo, hi), 0.0),
@@ -547,12 +559,8 @@ def _projection_kernel(
             )
             done = done | left
             beta = tl.where(done, beta, following)
-        else:  # momentum, restarted when a sweep turns back
-            turn = tl.sum((new - beta) * (new - last), 0)
-            streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
-            weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
-            beta = tl.where(done, beta, new + weight * (new - last))
-            last = new
+        else:
+            beta = tl.where(done, beta, new)
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
@@ -584,7 +592,8 @@ def _add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
 
 @triton.jit
 def _products(metric, f, d0, d1, d2, d3):
-    """The square of a difference, its products with the others, and those of the change with all."""
+    """The square of a difference, its products with the others, and those of the change with
+    all."""
     g, f = metric * d0, metric * f
     if INTERPRETED:
         return (
@@ -625,7 +634,8 @@ def _conjugate(
     remember,
     N: tl.constexpr,
 ):
-    """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest first.
+    """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest
+    first.
 
     Nothing is unless told to ``remember``.
     """
