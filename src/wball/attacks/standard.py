@@ -14,23 +14,24 @@ member   objective      step size  steps  remarks
 3        runner-up-2    6 -> 0     100
 4        runner-up-3    6 -> 0     100
 5        runner-up-4    3          60     constant step size
-6        cross-entropy  6 -> 0     100    random start, 3 nats
-7        margin         6 -> 0     60     from the best attempt
-8        margin         1          100    constant step size, from the best attempt
-9        margin         2          200    constant step size
-10       margin         6 -> 0     40     smoothed, 0.2
-11       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
-12       margin         0.5        150    constant step size, near only, from the best attempt
-13       scores                           search without gradients, 1,000 forward passes
-14       none                             best attempts, rounded to 8 bits
+6        margin         3          150    constant step size
+7        cross-entropy  6 -> 0     100    random start, 3 nats
+8        margin         2          200    constant step size
+9        margin         6 -> 0     40     smoothed, 0.2
+10       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
+11       margin         6 -> 0     60     from the best attempt
+12       margin         1          100    constant step size, from the best attempt
+13       margin         0.5        150    constant step size, from the best attempt
+14       scores                           search without gradients, 1,000 forward passes
+15       none                             best attempts, rounded to 8 bits
 =======  =============  =========  =====  ===========================================
 
 - *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained against
   small changes of every pixel are flat around an image.
 - *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising.
-- Members 1 to 12 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
-  without plans. Member 13 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
-  return labels only. Member 14 runs if the images are 8-bit images: a model may be weak only there.
+- Members 1 to 13 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
+  without plans. Member 14 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
+  return labels only. Member 15 runs if the images are 8-bit images: a model may be weak only there.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own gradients
@@ -137,13 +138,14 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _Member("runner-up-2"),
         _Member("runner-up-3"),
         _Member("runner-up-4", step_size=3.0, decay=0.0, steps=60),
+        _Member("margin", step_size=3.0, decay=0.0, steps=150),
         _Member("cross-entropy", random_start=3.0),
-        _Member("margin", steps=60, from_best=True),
-        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
         _Member("margin", step_size=2.0, decay=0.0, steps=200),
         _Member("margin", steps=40, smoothed=0.2),
         _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
-        _Member("margin", step_size=0.5, decay=0.0, steps=150, near=True, from_best=True),
+        _Member("margin", steps=60, from_best=True),
+        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
+        _Member("margin", step_size=0.5, decay=0.0, steps=150, from_best=True),
     ),
     "fast": tuple(
         _Member(name, steps=30)
