@@ -213,7 +213,7 @@ def test_version_3_is_fixed() -> None:
         "search without gradients, 1000 forward passes",
         "8-bit rounding",
     ]
-    assert len(StandardAttack(BALL).members()) == 14
-    assert len(StandardAttack(BALL).members(classes=3)) == 12
+    assert len(StandardAttack(BALL).members()) == 22
+    assert len(StandardAttack(BALL).members(classes=3)) == 18
     targeted = StandardAttack(BALL).members(targeted=True)
     assert not any(str(m.objective).startswith("runner-up") for m in targeted)

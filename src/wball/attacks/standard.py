@@ -14,24 +14,31 @@ member   objective      step size  steps  remarks
 3        runner-up-2    6 -> 0     100
 4        runner-up-3    6 -> 0     100
 5        runner-up-4    3          60     constant step size
-6        margin         3          150    constant step size
-7        cross-entropy  6 -> 0     100    random start, 3 nats
-8        margin         2          200    constant step size
-9        margin         6 -> 0     40     smoothed, 0.2
-10       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
-11       margin         6 -> 0     60     from the best attempt
-12       margin         1          100    constant step size, from the best attempt
-13       margin         0.5        150    constant step size, from the best attempt
-14       scores                           search without gradients, 1,000 forward passes
-15       none                             best attempts, rounded to 8 bits
+6        runner-up-5    6 -> 0     60
+7        margin         3          150    constant step size
+8, 9     runner-up-2/3  3          80     constant step size
+10       dlr            10 -> 0    60
+11       cross-entropy  10 -> 0    60     random start, 3 nats
+12       cross-entropy  6 -> 0     100    random start, 3 nats
+13       margin         6 -> 0     100    random start, 10 nats
+14       cross-entropy  6 -> 0     80     random start, 10 nats
+15       margin         6 -> 0     60     from the best attempt
+16       margin         1          100    constant step size, from the best attempt
+17       margin         2          200    constant step size
+18       margin         6 -> 0     40     smoothed, 0.2
+19       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
+20       margin         6 -> 0     100    near only, random start, 3 nats
+21       margin         0.5        150    constant step size, from the best attempt
+22       scores                           search without gradients, 1,000 forward passes
+23       none                             best attempts, rounded to 8 bits
 =======  =============  =========  =====  ===========================================
 
 - *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained against
   small changes of every pixel are flat around an image.
 - *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising.
-- Members 1 to 13 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
-  without plans. Member 14 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
-  return labels only. Member 15 runs if the images are 8-bit images: a model may be weak only there.
+- Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
+  without plans. Member 22 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
+  return labels only. Member 23 runs if the images are 8-bit images: a model may be weak only there.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own gradients
@@ -138,13 +145,21 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _Member("runner-up-2"),
         _Member("runner-up-3"),
         _Member("runner-up-4", step_size=3.0, decay=0.0, steps=60),
+        _Member("runner-up-5", steps=60),
         _Member("margin", step_size=3.0, decay=0.0, steps=150),
+        _Member("runner-up-2", step_size=3.0, decay=0.0, steps=80),
+        _Member("runner-up-3", step_size=3.0, decay=0.0, steps=80),
+        _Member("dlr", step_size=10.0, steps=60),
+        _Member("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
         _Member("cross-entropy", random_start=3.0),
+        _Member("margin", random_start=10.0),
+        _Member("cross-entropy", steps=80, random_start=10.0),
+        _Member("margin", steps=60, from_best=True),
+        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
         _Member("margin", step_size=2.0, decay=0.0, steps=200),
         _Member("margin", steps=40, smoothed=0.2),
         _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
-        _Member("margin", steps=60, from_best=True),
-        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
+        _Member("margin", random_start=3.0, near=True),
         _Member("margin", step_size=0.5, decay=0.0, steps=150, from_best=True),
     ),
     "fast": tuple(
@@ -269,23 +284,14 @@ class StandardAttack(Attack):
                 if view.random or isinstance(asked, Smoothed):  # averaged already
                     continue
                 asked = Smoothed(asked, kind.smoothed, self.ball.box, generator)
-            found = member.take(here).attack_batch(
-                asked, x[here], y[here], ensemble.goal(here), generator, progress, begin
-            )
+            with full_precision():  # examples that exist in TF32 only would end the search
+                found = member.take(here).attack_batch(
+                    asked, x[here], y[here], ensemble.goal(here), generator, progress, begin
+                )
             if kind is not None and kind.steady and found.rising is not None:
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)
         assert ensemble.best is not None
-        here = (ensemble.rejected & ~ensemble.best.success).nonzero().squeeze(1)
-        if here.numel() and x.is_cuda and not view.random:
-            # TF32 misled the members: one more attempt without it.
-            goal, begin = ensemble.goal(here), ensemble.best.images[here]
-            member = _Member("margin", steps=60).on(self.ball.take(here), self.proofs)
-            with full_precision():
-                found = member.attack_batch(
-                    view.model, x[here], y[here], goal, generator, progress, begin
-                )
-            ensemble.add(1, here, found)
         if self.version == "standard" and self.levels is None and on_levels(x, 256):
             ensemble.round_attempts(len(members))
         best = ensemble.finish()
@@ -341,7 +347,6 @@ class _Ensemble:
         member: the member that broke each image, -1 for none.
         rising: images whose loss was still rising.
         near: images whose best attempt is almost an example.
-        rejected: images with a claimed example that was none.
     """
 
     def __init__(
@@ -357,8 +362,8 @@ class _Ensemble:
         self._x, self._y, self._target = x, y, target
         self.best: AttackResult | None = None
         self.member = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
-        self.rising, self.near, self.rejected, self._clear = (
-            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(4)
+        self.rising, self.near, self._clear = (
+            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(3)
         )
         with torch.no_grad():
             self._almost = NEAR * objectives.margin(ask(view.model, x), y, target)
@@ -378,9 +383,7 @@ class _Ensemble:
         """Merge what a member found, with success judged on the model itself."""
         y, goal, ball = self._y[here], self.goal(here), self._attack.ball.take(here)
         found = self._attack.stored(found, self._model, self._x[here], y, goal, ball)
-        claimed = found.success
         found, margin, clear = _judged(found, self._view, self._model, y, goal)
-        self.rejected[here] |= claimed & ~found.success
         self.near[here] |= margin > self._almost[here]
         self._clear[here] = clear
         self._merge(number, here, found)
