@@ -24,7 +24,8 @@ def transposed(
 ) -> Tensor:
     """The transposed convolution of ``a`` (N, C, h, w) without padding.
 
-    Many small maps are multiplied by one matrix; windows of others are, in float64.
+    Many small maps are multiplied by one matrix. In float64, windows of others are: on a GPU, and
+    on a CPU if there are more channels after it than before (otherwise copying them takes longer).
     """
     count, *patch = a.shape
     cells = math.prod(patch)
@@ -33,7 +34,8 @@ def transposed(
     ]
     out = (weight.shape[1] * groups, *sides)
     if count <= 2 * cells or cells * math.prod(out) > 2**22:
-        if a.dtype == torch.float64 and dilation == (1, 1) and groups == 1:
+        pays = a.is_cuda or weight.shape[1] > weight.shape[0]
+        if pays and a.dtype == torch.float64 and dilation == (1, 1) and groups == 1:
             return folded(a, weight, stride)
         return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
     # Float64 keeps the weights as they are: GPUs may round the input of float32 convolutions.
