@@ -143,7 +143,8 @@ class Relaxation:
                     low, up, centre.to(dtype), op.leak, slope, shift
                 )
                 under = torch.where(inside, either(centre > 0, op.leak, under), under)
-                charged.append((anchor, rows.like(-negative * rows.read(bend))))
+                if bend.is_cuda or bool(bend.any()):  # first layers are often stable
+                    charged.append((anchor, rows.like(-negative * rows.read(bend))))
             constant = (negative * rows.read(shift)).flatten(1).sum(1)
             if scale is not None:
                 scale.append(constant.abs())
