@@ -245,7 +245,7 @@ LITTLE = Case((1, 1, 12, 12), GridCost(5), reg=1000.0, eps=0.01, step=0.1)
     + [("triton", Case((1, 1, 10, 12), reg=1000.0, step=0.1), 30)]  # 50 with momentum alone
     + [("torch", full_with_a_hole, 80), ("torch", full_on_the_left, 40)]  # 400 were not enough
     + [("cpu", full_within_a_frame, 400)],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_few_sweeps(kernel: str, given: object, sweeps: int) -> None:
     if isinstance(given, Case):
