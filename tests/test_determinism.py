@@ -131,8 +131,8 @@ def test_evaluations_repeat_to_the_byte(
 
 def test_certificates_repeat_and_do_not_depend_on_the_batch(digits: tuple[Tensor, Tensor]) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(196, 12), nn.ReLU(), nn.Linear(12, 10))
-    x = digits[0]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(196, 12), nn.ReLU(), nn.Linear(12, 10)).double()
+    x = digits[0].double()
     y = net(x).argmax(1)
     whole = wball.certify(net, x, y, wball.WassersteinBall(0.02))
     again = wball.certify(net, x, y, wball.WassersteinBall(0.02))

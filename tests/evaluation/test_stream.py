@@ -284,7 +284,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "NaN": ((torch.full((1, 6, 6), torch.nan), 0), "^item 5: data has pixels from nan to nan"),
     "colour": ((torch.rand(3, 6, 6), 0), "^item 5 has 3 channels, but item 0 has 1; convert"),
-    "size": ((torch.rand(1, 6, 7), 0), "^item 5 is 6 x 7, but item 0 is 6 x 6; pass size="),
+    "size": ((torch.rand(1, 6, 7), 0), "^item 5 is 6 x 7, but item 0 is 6 x 6; pass resize"),
     "label": ((torch.rand(1, 6, 6), "cat"), "^item 5: data has a label 'cat'"),
 }
 

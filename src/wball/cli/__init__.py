@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,8 @@ WRONG_INPUT = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if find_spec("typer") is None:
+        return _fail("the command line needs typer: pip install typer", BAD_INPUT)
     try:
         import typer  # here, so that an interruption of the imports is reported, too
 

@@ -44,7 +44,8 @@ def log_omega(y: Tensor) -> Tensor:
     """The logarithm of Wright's omega, the solution ``v`` of ``exp(v) + v = y``, by Newton's
     method.
 
-    >>> float(log_omega(torch.tensor(1.0))) 0.0
+    >>> float(log_omega(torch.tensor(1.0)))
+    0.0
     """
     y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
     low = y.clamp(max=1)
