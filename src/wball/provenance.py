@@ -58,7 +58,7 @@ def commit() -> str:
     try:
         if git(
             "ls-files", Path(__file__).name
-        ):  # an installed copy may lie inside somebody else's repository
+        ):  # an installed copy may lie inside another repository
             return git("rev-parse", "HEAD") + (
                 " with local changes" if git("status", "--porcelain", ".") else ""
             )

@@ -6,7 +6,7 @@ found with forward passes alone, is a smaller radius with its own proof. Then th
 at which the attack failed and the smallest proved one is halved, for all images at once, each at its own radius.
 
 Success is not monotone in ``eps`` for a heuristic attack, so ``radius`` is an upper bound of the smallest radius (with
-an example to show), and ``failed`` the largest radius tried in vain below it.
+an example to show), and ``failed`` the largest radius below it without an example.
 """
 
 from __future__ import annotations

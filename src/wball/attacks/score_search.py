@@ -44,7 +44,7 @@ AGREEMENT = 0.7
 RIDGE = 1e-3
 """Of the equations for the Jacobian, whose rows have length 1."""
 MOST_CLASSES = 10
-"""So many Jacobian rows are kept: the true class and the most likely others."""
+"""Number of Jacobian rows that are kept: the true class and the most likely others."""
 RESTARTS = {0.5: 2, 0.75: 3}
 """After which share of the steps the search starts again, and at which wrong class it then aims, by rank."""
 AT_ONCE = 8192

@@ -56,7 +56,7 @@ QUICK, MARGIN_ROUNDS = 3, 3 * ROUNDS
 decide."""
 
 LARGE, SAMPLE, HOPE = 512, 64, 0.05
-"""Layers of so many units or more are sampled first, so many units an image, and left alone if
+"""Minimum units of a layer that is sampled first, and units sampled per image; it is left alone if
 fewer than this share of the sample, and of the whole layer before it, turns out stable."""
 
 Lower = Literal["adaptive", "parallel"]
@@ -336,7 +336,7 @@ class Relaxation:
         return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
 
     def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor) -> Tensor:
-        """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be
+        """Leave out images for which rows do not help: a large layer, hardly a unit of which can be
         proved stable.
 
         Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A

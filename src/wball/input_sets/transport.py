@@ -164,7 +164,7 @@ class TransportSet(InputSet):
         return rows
 
     def _targets(self, rows: Rows, box: Tensor | None, times: int = 1) -> Tensor:
-        """``a - r`` on the sources' grid widened by so many times the radius, :data:`NOWHERE`
+        """``a - r`` on the sources' grid widened by this multiple of the radius, :data:`NOWHERE`
         outside the image.
         """
         coeff, radius = rows.coeff, self.radius

@@ -195,7 +195,7 @@ def _cut(name: str, length: int = 12) -> str:
 
 
 def plain(text: str) -> str:
-    """Somebody's text as it is: to matplotlib, dollars enclose mathematics, and a leading _ keeps it out of legends."""
+    """A user's text as it is: to matplotlib, dollars enclose mathematics, and a leading _ keeps it out of legends."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 

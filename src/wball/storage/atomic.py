@@ -39,7 +39,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def clear_parts(folder: Path) -> None:
-    """Remove what processes that were killed while they wrote have left in a folder that nobody else writes to."""
+    """Remove what killed processes left in a folder that no other process writes to."""
     for part in folder.glob(f".*{_PART}"):
         part.unlink()
 

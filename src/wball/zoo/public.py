@@ -22,7 +22,7 @@ from wball.storage.atomic import locked
 
 @dataclass(frozen=True)
 class PublicModel:
-    """Somebody else's trained model.
+    """A model trained by other authors.
 
     Attributes:
         name: by which :func:`wball.load_model` knows it.

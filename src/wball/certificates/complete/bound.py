@@ -245,7 +245,7 @@ def sound(problems: Problems, nodes: Nodes) -> Nodes:
 def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
     """Adam on every node's own bound; keeps the best parameters met and bounds them soundly.
 
-    Nodes that so many ``steps`` brought more than half of the way to 0 get as many again:
+    Nodes that ``steps`` steps brought more than half of the way to 0 get as many again:
     multipliers of a split take long to find their size where it changes much.
     """
     found, rising = _climbed(problems, nodes, steps, rate)

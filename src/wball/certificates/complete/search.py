@@ -115,11 +115,11 @@ class Search:
         """
         self.since = time.monotonic()
         self.deadline = self.since + float((self.limit - spent).sum())
-        nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+        no_image = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
         self.x, self.y, self.known = x, y, known
         leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
-        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), leaves, spent.clone())
+        self.answer = Answer(lowest, no_image, no_image.clone(), x.clone(), leaves, spent.clone())
         everyone = torch.arange(x.shape[0], device=x.device)
         for version in ("fast", "standard") if x.is_cuda else ("fast",):
             self._attack(version, everyone)
@@ -392,7 +392,7 @@ class Search:
     # ---- the tree
 
     def _tree(self, problems: Problems, nodes: Nodes, splits: float = math.inf) -> Nodes:
-        """Split until nothing is open, time is up or so many ``splits`` are done; the nodes that
+        """Split until nothing is open, time is up or ``splits`` splits are done; the nodes that
         are open then.
 
         The bound of a problem is that of its worst open node. Nodes without a unit to split wait if

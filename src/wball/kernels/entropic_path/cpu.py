@@ -203,7 +203,7 @@ def _solve_newton(p, damping, u, psi, tau, share, columns, slope, residual, rhs,
             column[j] = 1.0 if free < p.hi and (free > p.lo or p.lo <= 0.0) else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do
+    # A pixel that no mass can reach or leave has no curvature at all: any positive number will do
     # there.
     ridge = max(1e-12 * largest, damping * residual / max(high - low, 1e-300))
     price_free = psi > 0.0 or slope > 0.0

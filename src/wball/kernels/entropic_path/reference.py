@@ -88,7 +88,7 @@ def solve_newton(
     column = problem.columns.curvature(at.u)
     moving = ~problem.columns.held(at.u, at.columns)
     diagonal = column + moves.scatter(weight * (1 - at.share))
-    # A pixel that nobody can reach or leave has no curvature at all: any positive number will do
+    # A pixel that no mass can reach or leave has no curvature at all: any positive number will do
     # there.
     ridge = 1e-12 * diagonal.flatten(1).amax(1).clamp(min=1e-12)
     span = at.u.flatten(1).amax(1) - at.u.flatten(1).amin(1)

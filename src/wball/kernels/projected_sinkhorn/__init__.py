@@ -126,7 +126,7 @@ class Projection:
         psi: starting price, ``(B,)``; ``None`` for 0.1.
         tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
             ``d = 1/2 |w - z|^2``.
-        max_iter: at most so many sweeps per image.
+        max_iter: maximum number of sweeps per image.
         factors: whether to return the plan. It is then the plan of point, cost and gap in float64:
             to the last bit, and for gaps that float32 does not resolve. Images that a kernel leaves
             to others have an infinite gap.

@@ -38,7 +38,7 @@ FUSED = 5
 
 
 def rows(n_rings: int) -> int:
-    """Rows of the working memory of a window with so many rings."""
+    """Rows of the working memory of a window with this number of rings."""
     return RINGS + 1 + FUSED * -(-n_rings // FUSED)
 
 

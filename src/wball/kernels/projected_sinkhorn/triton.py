@@ -567,7 +567,7 @@ def _projection_kernel(
         if REMEMBERS:  # noqa: SIM102, decided when compiling
             if (
                 wide | left
-            ):  # where the next launch takes over, with a plan that nobody has repaired
+            ):  # where the next launch takes over, with a plan that is not repaired yet
                 tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
     tl.store(n_iter_out + image, begun + n_iter)
     tl.store(u_out + here, tau * beta, mask=real)  # of a single point: tau is 1

@@ -57,7 +57,7 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
     """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, in a few rounds."""
     low = torch.zeros_like(budget)
     value_low, cost_low = _evaluate(field, low)
-    # Above the steepest gain per unit of cost nobody moves.
+    # Above the steepest gain per unit of cost no mass moves.
     holds = (field.mass > 0).to(field.stay.dtype)
     apart = torch.where(field.cost > 0, field.cost, step)
     gain = (((field.worth - field.stay[:, :, None]) / apart).amax(2) * holds).amax((1, 2))

@@ -106,7 +106,7 @@ def _row_kernel(
         elsewhere_ptr += n * channels * TIERS
     budget = tl.load(budget_ptr + n)
 
-    # Above the steepest gain per unit of cost nobody moves.
+    # Above the steepest gain per unit of cost no mass moves.
     lane = tl.arange(0, BLOCK)
     steepest = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, channels * sources, BLOCK):
@@ -139,7 +139,7 @@ def _row_kernel(
     value_high += budget * high
     best = tl.minimum(value_low, value_high)
     psi = tl.where(value_high < value_low, high, low)
-    # Nobody wants to move, or all may: then an end is the best price.
+    # No mass gains by moving, or all may move: then an end is the best price.
     steps = tl.where((high > 0.0) & (cost_low > budget), 0, rounds)
     while steps < rounds:
         # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at
