@@ -20,7 +20,7 @@ because a pass over an image that is on chip waits for loads more than it comput
 larger windows would not fit the registers of a multiprocessor (15 rings of a CIFAR-10 image are all
 of them): there each Newton step is a pass over a table of moves. In logs, which are needed less and
 take more code, windows above 5 x 5 do so already, and so does every window where a program holds
-more than :data:`MAX_ON_CHIP` values: its registers are full, and code for so many values a thread
+more than :data:`MAX_ON_CHIP` values: its registers are full, and code for that number of values a thread
 takes minutes to compile.
 """
 
