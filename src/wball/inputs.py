@@ -38,7 +38,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
                 f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}"
             )
         eps = eps.detach().to(torch.float64)
-        if not recording(eps) and bool((~(eps >= 0) | eps.isinf()).any()):
+        if bool((~(eps >= 0) | eps.isinf()).any()):
             raise ValueError(
                 f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
             )
@@ -54,11 +54,6 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
     if not 0 <= value < math.inf:
         raise ValueError(f"eps must be finite and >= 0, got {value}")
     return value
-
-
-def recording(values: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, so that values cannot be read."""
-    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_tensor(name: str, value: Tensor) -> Tensor:

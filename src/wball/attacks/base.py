@@ -30,7 +30,6 @@ from wball import inputs, progress
 from wball.attacks import objectives
 from wball.attacks.batch import AttackBatch, State, StepCount
 from wball.attacks.levels import check_on_levels, to_levels
-from wball.attacks.recording import RECORDERS, Steps
 from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
@@ -268,18 +267,10 @@ class GradientAttack(Attack):
         """The gradient at the candidates, which are offered on the way."""
         return batch.gradient(state)
 
-    def prepare(self, state: Any, step: int) -> bool:
-        """Change what steps only read (a radius that grows). Called before each step; whether anything changed."""
-        return False
-
-    def records(self) -> bool:
-        """Whether one step can stand for all: it decides nothing by numbers that it reads from the device."""
-        return False
-
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Make all steps, dropping images that are done."""
-        loop = _Loop(self, batch, generator)
-        steps = Steps(loop, self.records() and batch.x.device.type in RECORDERS)
+        state = self.init(batch, generator)
+        gradient = self.gradient(batch, state, generator)
         for step in range(self.n_gradients):
             if step == int(LATE * self.n_gradients):
                 batch.begin_last_steps()
@@ -288,14 +279,12 @@ class GradientAttack(Attack):
             if kept is not None:
                 if batch.empty:
                     return
-                loop.state, loop.gradient = loop.state.take(kept), loop.gradient[kept]
-                steps.changed()
-            if self.prepare(loop.state, step):
-                steps.changed()
+                state, gradient = state.take(kept), gradient[kept]
+            state.n_steps = step
+            state = self.advance(state, gradient)
             if step < self.n_gradients - 1:
-                steps.make(step, left=self.n_gradients - 1 - step)
-        loop.state.n_steps = self.n_gradients - 1
-        batch.offer(self.advance(loop.state, loop.gradient))
+                gradient = self.gradient(batch, state, generator)
+        batch.offer(state)
 
     def attack_batch(
         self,
@@ -321,22 +310,6 @@ class GradientAttack(Attack):
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
             rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
-
-
-class _Loop:
-    """The loop of an attack between two gradients: what one step reads and changes."""
-
-    def __init__(
-        self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
-    ) -> None:
-        self.attack, self.batch, self.generator = attack, batch, generator
-        self.state = attack.init(batch, generator)
-        self.gradient = attack.gradient(batch, self.state, generator)
-
-    def step(self) -> None:
-        """To the next candidates and their gradient."""
-        self.state = self.attack.advance(self.state, self.gradient)
-        self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:

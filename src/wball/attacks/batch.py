@@ -23,7 +23,8 @@ DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
 
 DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
-"""Share of the images that must be finished for that. A step on a smaller batch has to be recorded anew on a GPU."""
+"""Share of the images that must be finished for that. A GPU gains little from slightly smaller
+batches."""
 
 AnyState = TypeVar("AnyState", bound="State")
 
@@ -57,7 +58,7 @@ class State:
         distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
         proof: the plans behind it, if they are kept.
         kernel: which implementation served the ball.
-        n_steps: steps made so far; a tensor in a recorded step, which is replayed for many of them.
+        n_steps: steps made so far.
     """
 
     x: Tensor
@@ -66,11 +67,7 @@ class State:
     distance: Tensor
     proof: StoredPlan | None = None
     kernel: str = "none"
-    n_steps: int | Tensor = 0
-
-    def parts(self) -> tuple[object, ...]:
-        """What a step changes: this state, and in subclasses whatever else it owns that remembers something."""
-        return (self,)
+    n_steps: int = 0
 
     def take(self: AnyState, index: Tensor) -> AnyState:
         """The state of a subset of the images: of whatever has an entry per image."""
@@ -133,7 +130,6 @@ class AttackBatch:
         # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
         self.until_success = attack.until_success and attack.levels is None
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
-        self._counted = self.queries
         self._proof: StoredPlan | None = None
         self._all_proof: StoredPlan | None = None
         self._progress = progress
@@ -257,8 +253,7 @@ class AttackBatch:
         if self.until_success:
             better = better & ~best.success
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        # By how many rather than how many: the same number at every step can be recorded.
-        going_on, self._counted = best.queries + (self.queries - self._counted), self.queries
+        queries = torch.full_like(best.queries, self.queries)
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
             success=best.success | (better & success),
@@ -266,9 +261,9 @@ class AttackBatch:
             loss=torch.where(better, loss, best.loss),
             status=torch.where(better, status, best.status),
             radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
-            queries=torch.where(best.success, best.queries, going_on)
+            queries=torch.where(best.success, best.queries, queries)
             if self.until_success
-            else going_on,
+            else queries,
         )
         if state.kernel != "none":
             self.kernel = state.kernel

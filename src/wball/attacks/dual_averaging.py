@@ -37,9 +37,6 @@ class Potentials(State):
     b: Tensor = field(kw_only=True)
     oracle: Oracle = field(kw_only=True)
 
-    def parts(self) -> tuple[object, ...]:
-        return self, self.oracle
-
     def move(self) -> Potentials:
         """Go where the potentials point."""
         point = self.oracle(self.b)
@@ -114,9 +111,6 @@ class DualAveraging(GradientAttack):
         if batch.start is not None or self.random_start > 0:
             state.move()
         return state
-
-    def records(self) -> bool:
-        return True
 
     def advance(self, state: Potentials, gradient: Tensor) -> Potentials:
         eta = self.step_size * (1 - self.decay * state.n_steps / max(1, self.steps - 1))

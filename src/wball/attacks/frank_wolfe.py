@@ -56,9 +56,6 @@ class _Mixture(State):
     value: Callable[[Tensor], Tensor] = field(kw_only=True)
     oracle: TransportOracle | None = field(kw_only=True)
 
-    def parts(self) -> tuple[object, ...]:
-        return (self,) if self.oracle is None else (self, self.oracle)
-
 
 @dataclass(frozen=True)
 class FrankWolfe(GradientAttack):
@@ -117,9 +114,6 @@ class FrankWolfe(GradientAttack):
                 problem, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
             )
         return _Mixture(x, ball, z, distance, proof, value=batch.value, oracle=oracle)
-
-    def records(self) -> bool:
-        return self.ball.has_plans and self.reg != math.inf and not self.proofs
 
     def advance(self, state: _Mixture, gradient: Tensor) -> _Mixture:
         corner, reach, plan = self._corner(state, normalised(gradient))

@@ -72,9 +72,6 @@ class _Projected(State):
     fused: EntropicProjection | None = field(kw_only=True)
     duals: Duals | None = field(default=None, kw_only=True)
 
-    def parts(self) -> tuple[object, ...]:
-        return (self,) if self.fused is None else (self, self.fused)
-
 
 @dataclass(frozen=True)
 class PGD(GradientAttack):
@@ -197,21 +194,18 @@ class PGD(GradientAttack):
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
-    def prepare(self, state: _Projected, step: int) -> bool:
-        if self.growth is None or step % self.growth.every != 0:
-            return False
-        state.ball = state.ball.at(self.growth.at(state.eps, step))
+    def _grow(self, state: _Projected) -> None:
+        """Let the radius grow, if it is time for it."""
+        if self.growth is None or state.n_steps % self.growth.every != 0:
+            return
+        state.ball = state.ball.at(self.growth.at(state.eps, state.n_steps))
         if state.fused is not None:
             problem = state.ball.problem(state.fused.x)
             assert problem is not None
             state.fused.within(problem)
-        return True
-
-    def records(self) -> bool:
-        # The exact solver reads from the device, for the step or for the projection.
-        return self.step != "wasserstein" and (math.isfinite(self.reg) or not self.ball.has_plans)
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
+        self._grow(state)
         w = self._ahead(state, gradient)
         if state.fused is not None:
             point = state.fused(w)

@@ -285,7 +285,7 @@ def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
 class Smoothed:
     """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box.
 
-    ``draws`` is the source of the noise. Attacks pass their own, which a recorded step needs.
+    ``draws`` is the source of the noise.
     """
 
     def __init__(

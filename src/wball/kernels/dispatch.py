@@ -49,8 +49,7 @@ AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "cpu", "torch")}
 on the host."""
 
 NEVER_READS = frozenset({"triton"})
-"""Kernels that leave all their decisions to the GPU: what they launch can be recorded and
-replayed."""
+"""Kernels that leave all their decisions to the GPU, so that the host waits for nothing."""
 
 
 class KernelError(RuntimeError):
