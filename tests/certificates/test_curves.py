@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import wball
 from wball.certificates import UnsupportedModule, certify
-from wball.certificates.curves import CURVES, Curve, Lines, clamp, curve_lines
+from wball.certificates.curves import CURVES, Curve, Lines, curve_lines
 
 
 def intervals() -> tuple[Tensor, Tensor]:
@@ -24,10 +24,7 @@ def holds(lines: Lines, value: Tensor, v: Tensor) -> None:
     assert bool((below <= value).all()) and bool((value <= above).all())
 
 
-ENDS = [(0.0, 6.0), (-1.0, 1.0), (0.2, float("inf")), (-float("inf"), 0.5)]
-
-
-@pytest.mark.parametrize("curve", [*CURVES.values(), *map(clamp, ENDS)])
+@pytest.mark.parametrize("curve", CURVES.values())
 def test_lines_of_curves_hold_on_the_interval(curve: Curve) -> None:
     low, up = intervals()
     lines = curve_lines(curve, low, up)
@@ -36,13 +33,12 @@ def test_lines_of_curves_hold_on_the_interval(curve: Curve) -> None:
         holds(lines, curve.function(v), v)
     narrow = up - low < 0.1
     gap = (lines.up_slope - lines.low_slope) * (low + up) / 2 + lines.up_shift - lines.low_shift
-    room = 0.06 if curve.kinks else 0.01
-    assert bool((gap[narrow] < room).all()), "on short intervals the lines meet"
+    assert bool((gap[narrow] < 0.01).all()), "on short intervals the lines meet"
 
 
 def test_lines_of_curves_hold_without_bounds() -> None:
     far = torch.tensor([1e4], dtype=torch.float64)
-    for curve in (*CURVES.values(), *map(clamp, ENDS)):
+    for curve in CURVES.values():
         for low, up in ((-far, far), (-far * torch.inf, far * torch.inf)):
             lines = curve_lines(curve, low, up)
             for v in (-far, -far / 3, 0 * far, far / 7, far):

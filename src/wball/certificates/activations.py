@@ -2,12 +2,10 @@ r"""Lines that bound an activation from below and above, given bounds of what it
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from wball.certificates.graph import Curved, MaxPool
+from wball.certificates.graph import Curved
 from wball.input_sets.rows import Rows
 
 
@@ -47,26 +45,6 @@ def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     slope = torch.where(crossing, (up - leak * low) / width, either(up > 0, leak, up))
     shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
     return slope, shift
-
-
-def relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows]:
-    """``max >= the entry with the largest lower bound``; ``max <= largest upper bound``, or that
-    entry if it wins."""
-    whole = rows.dense(op.shape)
-    dtype, image = whole.coeff.dtype, whole.image
-    low, up = op.windows(lower), op.windows(upper)
-    floor, pick = low.max(-1)
-    places = op.places(lower.device).expand(*low.shape)
-    source = places.gather(-1, pick[..., None])[..., 0].flatten(2)
-    others = up.scatter(-1, pick[..., None], -math.inf)
-    sure = (floor >= others.amax(-1)).flatten(2)[image]
-    ceiling = up.amax(-1).to(dtype).flatten(2)[image]
-    flat = whole.coeff.flatten(2)
-    kept = torch.where((flat > 0) | sure, flat, torch.zeros_like(flat))
-    out = flat.new_zeros((flat.shape[0], flat.shape[1], op.before[1] * op.before[2]))
-    out = out.scatter_add(2, source[image], kept)
-    constant = ((flat - kept) * ceiling).flatten(1).sum(1)
-    return constant, Rows(out.reshape(-1, *op.before), image)
 
 
 def relax_curve(

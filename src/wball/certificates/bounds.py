@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, MaxPool
+from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval
 from wball.input_sets import InputSet
 
 ROUNDING = 1e-12
@@ -95,15 +95,11 @@ class Intervals:
                 known = [part for part in parts if part is not None]
                 found = _widened(op, known) if len(known) == len(parts) else None
             elif place in bounds.lower:
-                low, up = bounds.lower[place], bounds.upper[place]
-                if isinstance(op, MaxPool):
-                    low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
-                    found = (low + up) / 2, (up - low) / 2
-                elif isinstance(op, (Activation, Curved)):
-                    found = op.interval(low, up)
-                    # Half a bound is enough for a stable unit, but infinite intervals would cancel
-                    # to NaN further on.
-                    found = found if bool(torch.isfinite(found[1]).all()) else None
+                assert isinstance(op, (Activation, Curved))
+                found = op.interval(bounds.lower[place], bounds.upper[place])
+                # Half a bound is enough for a stable unit, but infinite intervals would cancel to
+                # NaN further on.
+                found = found if bool(torch.isfinite(found[1]).all()) else None
             self._found[place] = found
         interval = self._found[source]
         if interval is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
 from wball.certificates import functions
@@ -19,7 +20,6 @@ from wball.certificates.graph import (
     Diagonal,
     Generic,
     Linear,
-    MaxPool,
     Op,
     Reshape,
     Shape,
@@ -27,38 +27,55 @@ from wball.certificates.graph import (
 )
 from wball.certificates.trust import UnsupportedModule
 
-if TYPE_CHECKING:
-    from wball.certificates.tracing import Recorder
-
 _INDEXED = functions.known("__getitem__")
 
 
+class Source(NamedTuple):
+    """A tensor that depends on the image: its operation, and its shape before the call."""
+
+    tensor: Tensor
+    position: int
+    shape: Shape
+
+
 class Call:
-    """One call of a function on tensors that depend on the image, and the operation it is."""
+    """One call of a function on tensors that depend on the image, and the operation it is.
+
+    Args:
+        func, args, kwargs: what is called.
+        sources: the arguments that depend on the image.
+        shape: the shape of the result, without the batch.
+        name: the module that makes the call.
+        title: the call in words.
+        ops: the graph so far. Max pooling and clamps add ReLUs to it.
+
+    Attributes:
+        constants: tensors among the arguments that do not depend on the image.
+    """
 
     def __init__(
         self,
-        recorder: Recorder,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        sources: list[Tensor],
-        before: list[Shape],
+        sources: list[Source],
         shape: Shape,
+        name: str,
+        title: str,
+        ops: list[Op],
     ) -> None:
-        self.recorder, self.func, self.sources, self.before, self.shape = (
-            recorder,
-            func,
-            sources,
-            tuple(before),
-            shape,
-        )
-        self.title, self.name = recorder.title(func), recorder.module()[0]
-        self.inputs = tuple(recorder.place[id(t)] for t in sources)
+        self.func, self.shape, self.name, self.title, self.ops = func, shape, name, title, ops
+        self.sources = [source.tensor for source in sources]
+        self.inputs = tuple(source.position for source in sources)
+        self.before = tuple(source.shape for source in sources)
+        self.device, self.constants = self.sources[0].device, list[Tensor]()
         self.args, self.kwargs = tree_map(self._constant, (args, kwargs))
-        self.reads = sum(
-            1 for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and self._tracked(t)
-        )
+        self.reads = sum(1 for t in tree_flatten((args, kwargs))[0] if self._tracked(t))
+
+    def _add(self, op: Op) -> int:
+        """Add an operation to the graph before that of the call; its position."""
+        self.ops.append(op)
+        return len(self.ops) - 1
 
     def _tracked(self, value: Any) -> bool:
         return isinstance(value, Tensor) and any(value is t for t in self.sources)
@@ -67,14 +84,14 @@ class Call:
         """Constants as they are now, without a batch dimension that only repeats them."""
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
-        batch = self.recorder.batch
+        batch = self.sources[0].shape[0]
         weight = self.func not in functions.JOINS and not any(
             self.func in table for table in functions.ARITHMETIC
         )
         per_image = (
             not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
         )
-        self.recorder.constant(value)
+        self.constants.append(value)
         return value[:1] if per_image and bool((value == value[:1]).all()) else value
 
     def refuse(self, why: str = "") -> UnsupportedModule:
@@ -140,7 +157,8 @@ class Call:
             raise self.refuse("an approximation has other bounds")
         return Curved(self.name, self.inputs, self.shape, functions.CURVES[self.func])
 
-    def _clamp(self) -> Op:
+    def _clamp(self) -> Op | int:
+        """``lo + (v - lo)^+ - (v - hi)^+``: a tree of splits can decide the signs of ReLUs."""
         kind = functions.CLAMPS[self.func]
         if kind == "relu6":
             self.bound("input", inplace=False)
@@ -159,9 +177,26 @@ class Call:
         )
         if not low <= high:
             raise self.refuse(f"the ends must be in order, got {low} and {high}")
-        return Curved(self.name, self.inputs, self.shape, "clamp", (low, high))
+        size = (1, self.shape[0], *[1] * (len(self.shape) - 1))
+        ones = torch.ones(size, dtype=torch.float64, device=self.device)
 
-    def _max_pool(self) -> Op:
+        def shifted(source: int, by: float) -> Op:
+            return Diagonal(self.name, (source,), self.shape, ones, by * ones)
+
+        def above(end: float) -> Op:
+            source = self._add(shifted(self.inputs[0], -end))
+            return Activation(self.name, (source,), self.shape, 0.0)
+
+        if math.isinf(high):
+            return self.inputs[0] if math.isinf(low) else shifted(self._add(above(low)), low)
+        clipped = self._add(above(high))
+        if math.isinf(low):
+            return Sum(self.name, (self.inputs[0], clipped), self.shape, -1.0)
+        both = Sum(self.name, (self._add(above(low)), clipped), self.shape, -1.0)
+        return shifted(self._add(both), low)
+
+    def _max_pool(self) -> Op | int:
+        """A tournament of pairs, ``max(a, b) = b + (a - b)^+``."""
         settings = self.bound(
             "input",
             "kernel_size",
@@ -176,18 +211,54 @@ class Call:
         kernel = _pair(settings["kernel_size"])
         stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
         padding, dilation = _pair(settings["padding"]), _pair(settings["dilation"])
-        ceil_mode = bool(settings["ceil_mode"])
-        return MaxPool(
-            self.name,
-            self.inputs,
-            self.shape,
-            self.before[0],
-            kernel,
-            stride,
-            padding,
-            dilation,
-            ceil_mode,
-        )
+        (channels, *size), taps, source = self.before[0], math.prod(kernel), self.inputs[0]
+        reach = [
+            padding[k]
+            + size[k]
+            - (self.shape[1 + k] - 1) * stride[k]
+            - dilation[k] * (kernel[k] - 1)
+            for k in (0, 1)
+        ]  # rows and columns from the start of the last window's last tap to the end of the map
+        beyond = [max(0, 1 - end) for end in reach]
+        if any((*padding, *beyond)):
+            if dilation != (1, 1):
+                raise self.refuse("padding together with dilation")
+            around = (padding[1], beyond[1], padding[0], beyond[0])
+
+            def repeat_edges(values: Tensor) -> Tensor:
+                """Pixels that a window contains already do not change its maximum."""
+                return F.pad(values, around, mode="replicate")
+
+            size = [padding[k] + size[k] + beyond[k] for k in (0, 1)]
+            call = f"repeat_edges {around}"
+            shape, before = (channels, *size), self.before[:1]
+            pad = Generic(self.name, (source,), shape, before, repeat_edges, repeat_edges, call, ())
+            source = self._add(pad)
+
+        def read(values: dict[int, float]) -> Op:
+            weight = torch.zeros((channels, 1, taps), dtype=torch.float64, device=self.device)
+            for tap, value in values.items():
+                weight[:, :, tap] = value
+            weight = weight.reshape(channels, 1, *kernel)
+            before = (channels, *size)
+            settings = (before, weight, None, stride, (0, 0), dilation, channels)
+            return Conv2d(self.name, (source,), self.shape, *settings)
+
+        def winner(second: int, difference: Op) -> int:
+            ahead = Activation(self.name, (self._add(difference),), self.shape, 0.0)
+            return self._add(Sum(self.name, (second, self._add(ahead)), self.shape, 1.0))
+
+        players = [
+            winner(self._add(read({tap + 1: 1.0})), read({tap: 1.0, tap + 1: -1.0}))
+            for tap in range(0, taps - 1, 2)
+        ]
+        if taps % 2:
+            players.append(self._add(read({taps - 1: 1.0})))
+        while len(players) > 1:
+            first, second, *rest = players
+            difference = Sum(self.name, (first, second), self.shape, -1.0)
+            players = [*rest, winner(second, difference)]
+        return players[0]
 
     def _average_pool(self) -> Op:
         settings = self.bound(
@@ -209,9 +280,7 @@ class Call:
         if settings["ceil_mode"] or not counted or len(self.shape) != 3:
             return self._generic()
         channels, share = self.shape[0], 1.0 / (divisor or kernel[0] * kernel[1])
-        mean = torch.full(
-            (channels, 1, *kernel), share, dtype=torch.float64, device=self.recorder.device
-        )
+        mean = torch.full((channels, 1, *kernel), share, dtype=torch.float64, device=self.device)
         return Conv2d(
             self.name,
             self.inputs,
@@ -298,7 +367,7 @@ class Call:
         return self._generic(signed=True)
 
     def _diagonal(self) -> Op:
-        zero = torch.zeros((1, *self.shape), dtype=torch.float64, device=self.recorder.device)
+        zero = torch.zeros((1, *self.shape), dtype=torch.float64, device=self.device)
         with torch.enable_grad():  # differences would lose the digits of 1 beside a large shift
             shift = self.function()(zero.requires_grad_())
             (scale,) = torch.autograd.grad(shift, zero, torch.ones_like(shift))
@@ -354,7 +423,7 @@ class Call:
         def draw(part: Shape) -> Tensor:
             return torch.randn(
                 (2, *part), dtype=torch.float64, generator=generator, device="cpu"
-            ).to(self.recorder.device)
+            ).to(self.device)
 
         first, second = ([draw(part) for part in self.before] for _ in (0, 1))
         try:

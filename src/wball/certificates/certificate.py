@@ -16,10 +16,10 @@ from wball.ball import Ball, Plans
 from wball.certificates import trust
 from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
 from wball.certificates.bounds import Bounds
-from wball.certificates.complete import Leaf, Search, splittable
+from wball.certificates.complete import Leaf, Search
 from wball.certificates.complete.bound import improve
 from wball.certificates.complete.gains import grouped, open_problems
-from wball.certificates.graph import Graph, MaxPool
+from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
 from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
@@ -245,11 +245,7 @@ def _decide(
     known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for images that are not certified yet; ``known`` are bounds of their units.
-
-    Leaves name units of the graph that :func:`splittable` returns.
-    """
-    same, graph = graph, splittable(graph, x)
+    """Branch and bound for images that are not certified yet; ``known`` are bounds of their units."""
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
     counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
@@ -258,8 +254,7 @@ def _decide(
         index = torch.tensor(left, device=x.device)
         sizes = _numbers_at_once(x), _searched(x), _room(x)
         search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
-        bounds = known if graph is same else None
-        answer = search.decide(x[index], y[index], margin[index], seconds[index], bounds)
+        answer = search.decide(x[index], y[index], margin[index], seconds[index], known)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] = answer.seconds
@@ -475,10 +470,7 @@ class _Batch:
             if x.is_cuda:
                 units = room / (gain_bytes(source) * len(self.graph.relaxed()))  # of one image
                 relaxation.limit = max(LIMIT, int(units * source.gain_size) // x[0].numel())
-            # Optimised slopes and searches use all bounds; so do windows of maxima.
-            sparing = self.effort.method == "anchored" and not any(
-                isinstance(op, MaxPool) for op in self.graph.ops
-            )
+            sparing = self.effort.method == "anchored"  # slopes and searches use all bounds
             for position in self.graph.relaxed():
                 relaxation.bound_layer(position, some, anchored=True, sparing=sparing)
             found = torch.maximum(found, relaxation.margins(y, some, anchored=True))

@@ -2,8 +2,8 @@
 
 Sequential and residual networks, wrappers that normalise, and functional code all end up as the
 same few operations (:mod:`wball.certificates.tracing`). Every operation is either *affine* in the
-values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a, b>``) or a
-:class:`Activation` or :class:`MaxPool`, which are relaxed elsewhere.
+values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a, b>``) or an
+:class:`Activation` or :class:`Curved`, which are relaxed elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certificates.convolution import transposed
-from wball.certificates.curves import CURVES, ROOM, Curve, Lines, clamp, curve_lines
+from wball.certificates.curves import CURVES, Curve, Lines, curve_lines
 from wball.input_sets.rows import Rows, add, trim
 
 PRODUCT = 2**24
@@ -274,81 +274,22 @@ class Activation(Op):
 
 @dataclass(frozen=True)
 class Curved(Op):
-    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate, or ``clamp`` to
-    ``ends``."""
+    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate."""
 
     kind: str
-    ends: tuple[float, float] = (-math.inf, math.inf)
 
     @property
     def curve(self) -> Curve:
-        return clamp(self.ends) if self.kind == "clamp" else CURVES[self.kind]
-
-    def value(self, h: Tensor) -> Tensor:
-        return self.curve.function(h)
+        return CURVES[self.kind]
 
     def lines(self, low: Tensor, up: Tensor) -> Lines:
         """Lines below and above the curve when the input is between ``low`` and ``up``."""
         return curve_lines(self.curve, low, up)
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
-        """The interval of the output when the input is between ``low`` and ``up``, with room for
-        rounding."""
-        least, most = self.value(low), self.value(up)
-        if depth := self.curve.depth:  # not monotone: lowest between the ends
-            least = torch.minimum(least, most)
-            inside = (low < 0) & (up > -10)
-            least = torch.where(inside, least.clamp(max=-depth), least)
-            most = torch.maximum(self.value(low), self.value(up))
-        return (least + most) / 2, (most - least) / 2 + ROOM * (1 + least.abs() + most.abs())
-
-
-@dataclass(frozen=True)
-class MaxPool(Op):
-    before: Shape
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    ceil_mode: bool
-
-    def windows(self, layer: Tensor) -> Tensor:
-        """``(B, *before) -> (B, *shape, k)``: what each maximum is taken over (``-inf`` in the
-        padding)."""
-        rows, columns = (self._reach(k) for k in (0, 1))
-        padded = F.pad(
-            layer, (self.padding[1], columns, self.padding[0], rows), value=-float("inf")
-        )
-        taps = [
-            padded[
-                :,
-                :,
-                u * self.dilation[0] : u * self.dilation[0]
-                + (self.shape[1] - 1) * self.stride[0]
-                + 1 : self.stride[0],
-                v * self.dilation[1] : v * self.dilation[1]
-                + (self.shape[2] - 1) * self.stride[1]
-                + 1 : self.stride[1],
-            ]
-            for u in range(self.kernel[0])
-            for v in range(self.kernel[1])
-        ]
-        return torch.stack(taps, -1)
-
-    def places(self, device: torch.device) -> Tensor:
-        """``(*shape[1:], k)``: the flat position in the map that each entry of :meth:`windows` came
-        from."""
-        height, width = self.before[1:]
-        index = torch.arange(height * width, dtype=torch.float64, device=device).reshape(
-            1, 1, height, width
-        )
-        alone = replace(self, shape=(1, *self.shape[1:]), before=(1, height, width))
-        return alone.windows(index)[0, 0].clamp(min=0).long()
-
-    def _reach(self, k: int) -> int:
-        """How far the last window sticks out beyond the map at the bottom or right."""
-        end = (self.shape[1 + k] - 1) * self.stride[k] + self.dilation[k] * (self.kernel[k] - 1) + 1
-        return max(0, end - self.padding[k] - self.before[1 + k])
+        """The interval of the output when the input is between ``low`` and ``up``."""
+        least, most = self.curve.between(low, up)
+        return (least + most) / 2, (most - least) / 2
 
 
 @dataclass(frozen=True)
@@ -368,7 +309,7 @@ class Graph:
 
     def relaxed(self) -> list[int]:
         """Positions of the operations that need bounds on what they read, in order."""
-        return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved, MaxPool))]
+        return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved))]
 
     @torch.no_grad()
     def values(self, x: Tensor) -> dict[int, Tensor]:
@@ -429,11 +370,9 @@ class Graph:
                 held[position] = op.forward(*sources)
             elif isinstance(op, Activation):
                 held[position] = F.leaky_relu(sources[0], op.leak)
-            elif isinstance(op, Curved):
-                held[position] = op.value(sources[0])
             else:
-                assert isinstance(op, MaxPool)
-                held[position] = op.windows(sources[0]).amax(-1)
+                assert isinstance(op, Curved)
+                held[position] = op.curve.function(sources[0])
             if spoil is not None:
                 held[position] = spoil(op, sources, held[position])
             yield position, held[position]

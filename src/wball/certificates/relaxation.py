@@ -32,7 +32,6 @@ from wball.certificates.activations import (
     anchored_line,
     either,
     relax_curve,
-    relax_max_pool,
     upper_line,
 )
 from wball.certificates.anchor import (
@@ -46,7 +45,7 @@ from wball.certificates.anchor import (
 )
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
 from wball.certificates.condition import Condition
-from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
+from wball.certificates.graph import Activation, Curved, Graph, back
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
@@ -122,8 +121,6 @@ class Relaxation:
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
             op = self.graph.ops[position]
-            if isinstance(op, MaxPool):
-                return relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
             if isinstance(op, Curved):
                 constant, rows, size = relax_curve(
                     op, rows, bounds.lower[position], bounds.upper[position]
@@ -249,8 +246,6 @@ class Relaxation:
             return  # rows could not improve on it
         every = torch.arange(self.images * size, device=self.like.device)
         done: Tensor | None = None
-        if isinstance(op, MaxPool):
-            every = self._contenders(op, position, bounds)
         if isinstance(op, Activation):
             every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
             if not known and self.centre is not None:
@@ -309,31 +304,6 @@ class Relaxation:
             return False
         self.anchors[position] = (ConvAnchor(convolution, self.source.moves), self.centre[position])
         return True
-
-    def _contenders(self, op: MaxPool, position: int, bounds: Bounds) -> Tensor:
-        """The values that may be the largest of a window that is not settled, and of which rows
-        could say more.
-
-        Of an activation that bends they cannot: its line meets the bounds of what it reads at their
-        ends.
-        """
-        low, up = bounds.lower[position], bounds.upper[position]
-        place = op.inputs[0]
-        before = self.graph.ops[place]
-        known = torch.zeros_like(low, dtype=torch.bool)
-        if isinstance(before, Activation) and place in bounds.lower:
-            ends = [before.value(b[place]) for b in (bounds.lower, bounds.upper)]
-            low, up = torch.maximum(low, ends[0]), torch.minimum(up, ends[1])
-            bounds.set(position, low, up)
-            known = bounds.worth_a_row(place) | (up <= low)
-        contend = op.windows(up) >= op.windows(low).amax(-1, keepdim=True)
-        contend &= contend.sum(-1, keepdim=True) > 1
-        index = op.places(low.device).expand(contend.shape).flatten(2)
-        matter = (
-            torch.zeros_like(low).flatten(2).scatter_add(2, index, contend.flatten(2).to(low.dtype))
-            > 0
-        )
-        return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
 
     def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor) -> Tensor:
         """Leave out images for which rows do not help: a large layer, hardly a unit of which can be

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from wball.ball import Ball
 from wball.certificates import functions, trust
-from wball.certificates.calls import Call
+from wball.certificates.calls import Call, Source
 from wball.certificates.graph import (
     Graph,
     Input,
@@ -293,15 +293,14 @@ class Recorder(TorchFunctionMode):
             raise UnsupportedModule(
                 f"{title} computes in {result.dtype}, which is less precise than what it reads"
             )
-        op = Call(
-            self,
-            func,
-            args,
-            kwargs,
-            sources,
-            [shape[1:] for shape in shapes],
-            tuple(result.shape[1:]),
-        ).op()
+        places = [
+            Source(t, self.place[id(t)], shape[1:])
+            for t, shape in zip(sources, shapes, strict=True)
+        ]
+        shape, name = tuple(result.shape[1:]), self.module()[0]
+        call = Call(func, args, kwargs, places, shape, name, title, self.ops)
+        op = call.op()
+        self.constants += [(constant, _version(constant)) for constant in call.constants]
         if changed:
             mine = memory(result)
             self.stale.update(
@@ -329,10 +328,6 @@ class Recorder(TorchFunctionMode):
             op = len(self.ops) - 1
         self.held[id(result)], self.place[id(result)] = result, op
         self.depends.add(memory(result))
-
-    def constant(self, tensor: Tensor) -> None:
-        """Remember a tensor that does not depend on the image: it must keep its values."""
-        self.constants.append((tensor, _version(tensor)))
 
     def module(self) -> tuple[str, str]:
         """Name and type of the innermost module of the model that is running."""

@@ -25,7 +25,7 @@ from wball.certificates.certificate import CertificateResult
 from wball.certificates.checking.bounds import Checker, Parameters, Signs
 from wball.certificates.checking.network import Bend, Network, Unfollowed
 from wball.certificates.checking.plans import Cube, Transport, domain
-from wball.certificates.complete import Leaf, splittable
+from wball.certificates.complete import Leaf
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 
@@ -122,8 +122,6 @@ def verify(
         if claimed:
             with trust.steady(model, [x]):
                 graph = trace(model, x, ball)
-            if certificate.method == "complete":  # parts of a tree name units of this graph
-                graph = splittable(graph, x)
             network = Network(graph, x.device)
     except (Unfollowed, UnsupportedModule) as error:
         reason = str(error)

@@ -17,7 +17,6 @@ by contradiction: only images with a margin ``m <= 0`` matter, and there ``v >= 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -148,13 +147,13 @@ class Checker:
         if bool((low > high).any()):
             self.empty = True
         elif bend.curve:
-            self.curves[index] = lines(bend.curve, bend.ends, low, high)
+            self.curves[index] = lines(bend.curve, low, high)
 
     def _tighten(self, index: int, bend: Bend, low: Tensor, high: Tensor) -> None:
         gains: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in self._open(bend, low, high).split(self._chunk()):
             for sign in (1.0, -1.0):
-                if bend.straight:  # the lower bound may have shown that it does not bend
+                if not bend.curve:  # the lower bound may have shown that it does not bend
                     part = part[(low[part] < 0) & (high[part] > 0)]
                 if part.numel() == 0:
                     break
@@ -165,7 +164,7 @@ class Checker:
                     low[part] = torch.maximum(low[part], found)
                     continue
                 high[part] = torch.minimum(high[part], -found)
-                if bend.straight and isinstance(self.domain, Transport):
+                if not bend.curve and isinstance(self.domain, Transport):
                     gains.append((part, *self._gains(self.domain, back)))
         if not gains:
             return
@@ -176,23 +175,16 @@ class Checker:
             self.anchors[index] = Anchor(unit[keep], centre[keep], gain[keep])
 
     def _open(self, bend: Bend, low: Tensor, high: Tensor) -> Tensor:
-        """Values whose bounds matter: of activations that may bend, of windows that are not
-        decided."""
-        if bend.straight:
+        """Values whose bounds matter: of activations that may bend, and of curves."""
+        if not bend.curve:
             return ((low < 0) & (high > 0)).nonzero()[:, 0]
-        if bend.windows is None:
-            return (low < high).nonzero()[:, 0]
-        floor = _taps(bend.windows, low).amax(1, keepdim=True)
-        may = (bend.windows >= 0) & (_taps(bend.windows, high) >= floor)
-        return bend.windows[may & (may.sum(1, keepdim=True) > 1)].unique()
+        return (low < high).nonzero()[:, 0]
 
     def _after(self, bend: Bend) -> tuple[Tensor, Tensor]:
         """The range of a bend's own values."""
         low, high = self.low[bend.before], self.high[bend.before]
         if bend.curve:
-            return values_between(bend.curve, bend.ends, low, high)
-        if bend.windows is not None:
-            return _taps(bend.windows, low).amax(1), _taps(bend.windows, high).amax(1)
+            return values_between(bend.curve, low, high)
         first, last = (torch.where(end > 0, end, bend.leak * end) for end in (low, high))
         room = 2 * UNIT * (first.abs() + last.abs()) if bend.leak else 0.0
         return first - room, last + room
@@ -275,9 +267,7 @@ class Checker:
                 const = self._through(at, row, const, pending)
                 continue
             assert isinstance(at, Bend)
-            if at.windows is not None:
-                row, const = self._pool(at, at.windows, row, const)
-            elif at.curve:
+            if at.curve:
                 row, const = self._curve(index, at, row, const)
             else:
                 anchor = self._anchor(index, at) if anchored else None
@@ -386,22 +376,6 @@ class Checker:
         error = gamma(row.shape[1]) * size + 4 * UNIT * (out.abs() @ self.most(bend.before))
         return out, const - error * (1 + 1e-9) - 8 * UNIT * const.abs()
 
-    def _pool(
-        self, bend: Bend, windows: Tensor, row: Tensor, const: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The maximum of a window is at least any value in it, and at most the highest upper
-        bound."""
-        most = _taps(windows, self.high[bend.before])
-        size = _taps(windows, self.most(bend.before)).amax(1)
-        floor, pick = _taps(windows, self.low[bend.before]).max(1)
-        sure = floor >= most.scatter(1, pick[:, None], -math.inf).amax(1)
-        kept = torch.where((row > 0) | sure, row, 0.0)
-        out = torch.zeros((row.shape[0], len(self.low[bend.before])), dtype=torch.float64)
-        out = out.index_add(1, windows.gather(1, pick[:, None])[:, 0], kept)
-        const = const + (row - kept) @ most.amax(1)
-        error = gamma(row.shape[1] + windows.shape[1]) * (row.abs() @ size)
-        return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
-
     # ---- the answer
 
     def margins(self, label: int) -> Tensor:
@@ -427,11 +401,6 @@ class Checker:
         row = torch.zeros((1, self.network.classes), dtype=torch.float64)
         row[0, label], row[0, other] = 1.0, -1.0
         return row
-
-
-def _taps(windows: Tensor, values: Tensor) -> Tensor:
-    """The values of each window, ``-inf`` in the padding."""
-    return torch.where(windows >= 0, values[windows.clamp(min=0)], -math.inf)
 
 
 def _above(

@@ -3,8 +3,7 @@ r"""Lines below and above curves, with every rounding error accounted for: the c
 An interval is cut into cells. On a cell with centre ``c`` and half width ``r``, for
 ``g(v) = f(v) - k v`` and any bound ``B`` of ``|f''|``, Taylor's theorem gives
 ``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these lower bounds over the cells is the shift
-of a line with slope ``k`` below the curve, the largest upper bound that of one above it. A clamp has
-its extremes at the ends of the interval and at its kinks.
+of a line with slope ``k`` below the curve, the largest upper bound that of one above it.
 """
 
 from __future__ import annotations
@@ -84,12 +83,8 @@ class Lines:
     over_shift: Tensor
 
 
-def values_between(
-    curve: str, ends: tuple[float, float], low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor]:
+def values_between(curve: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """The least and largest value of a curve on intervals."""
-    if curve == "clamp":
-        return low.clamp(*ends), high.clamp(*ends)
     shape = CURVES[curve]
     room = ROOM * (1 + low.abs() + high.abs())
     first, last = shape.value(low), shape.value(high)
@@ -102,51 +97,23 @@ def values_between(
     return least, torch.where(wide, shape.most, most.clamp(max=shape.most))
 
 
-def lines(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> Lines:
+def lines(curve: str, low: Tensor, high: Tensor) -> Lines:
     """Of lines with a few slopes the highest one below and the lowest one above, in the middle of
     each interval."""
-    middle, width = (low + high) / 2, (high - low).clamp(min=1e-12)
-    if curve == "clamp":
-        points = torch.stack([low, high, *(torch.full_like(low, e).clamp(low, high) for e in ends)])
-        worth = points.clamp(*ends)
-        chord = (worth[1] - worth[0]) / width
-        slopes = [chord, torch.zeros_like(chord), torch.ones_like(chord)]
-
-        def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
-            gap = worth - slope * points
-            room = ROOM * (worth.abs() + (slope * points).abs()).amax(0)
-            return gap.amin(0) - room, gap.amax(0) + room
-
-    else:
-        shape = CURVES[curve]
-        chord = (shape.value(high) - shape.value(low)) / width
-        slopes = [chord, shape.steepness(middle), torch.zeros_like(chord), torch.ones_like(chord)]
-        half = width / CELLS / 2
-        centres = torch.stack([low + (2 * k + 1) * half for k in range(CELLS)])
-        worth, steep = shape.value(centres), shape.steepness(centres)
-        room = ROOM * (1 + low.abs() + high.abs())
-
-        def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
-            gap = worth - slope * centres
-            off = ((steep - slope).abs() + room) * half * (1 + 1e-9) + shape.bend * (
-                half * (1 + 1e-9)
-            ).square() / 2
-            more = room * (1 + slope.abs())
-            return (gap - off).amin(0) - more, (gap + off).amax(0) + more
-
-    return _best(slopes, extremes, middle, values_between(curve, ends, low, high))
-
-
-def _best(
-    slopes: list[Tensor],
-    extremes: Callable[[Tensor], tuple[Tensor, Tensor]],
-    middle: Tensor,
-    between: tuple[Tensor, Tensor],
-) -> Lines:
-    zero = torch.zeros_like(middle)
+    middle, width, shape = (low + high) / 2, (high - low).clamp(min=1e-12), CURVES[curve]
+    chord = (shape.value(high) - shape.value(low)) / width
+    half = width / CELLS / 2
+    centres = torch.stack([low + (2 * k + 1) * half for k in range(CELLS)])
+    worth, steep = shape.value(centres), shape.steepness(centres)
+    room = ROOM * (1 + low.abs() + high.abs())
+    zero, between = torch.zeros_like(middle), values_between(curve, low, high)
     found = Lines(zero, between[0], zero, between[1])  # what holds anyway
-    for slope in slopes:
-        least, most = extremes(slope)
+    for slope in (chord, shape.steepness(middle), zero, torch.ones_like(chord)):
+        gap = worth - slope * centres
+        off = ((steep - slope).abs() + room) * half * (1 + 1e-9)
+        off = off + shape.bend * (half * (1 + 1e-9)).square() / 2
+        more = room * (1 + slope.abs())
+        least, most = (gap - off).amin(0) - more, (gap + off).amax(0) + more
         higher = least + slope * middle > found.under_shift + found.under * middle
         lower = most + slope * middle < found.over_shift + found.over * middle
         found = Lines(

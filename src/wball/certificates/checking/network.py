@@ -104,25 +104,11 @@ class Affine:
 
 @dataclass
 class Bend:
-    """A node that is not affine: ``max(v, leak v)``, a curve, or maxima.
-
-    Attributes:
-        before: the node it reads.
-        leak: slope below 0.
-        windows: ``(values, k)``, positions that each maximum is taken over, -1 for padding.
-        curve: name of a curve, with the ``ends`` of a clamp.
-    """
+    """A node that is not affine: ``max(v, leak v)``, or the ``curve`` of that name."""
 
     before: int
     leak: float = 0.0
-    windows: Tensor | None = None
     curve: str = ""
-    ends: tuple[float, float] = (-math.inf, math.inf)
-
-    @property
-    def straight(self) -> bool:
-        """Whether it is ``max(v, leak v)``."""
-        return self.windows is None and not self.curve
 
 
 @dataclass
@@ -165,12 +151,8 @@ def _node(op: ops.Op, shapes: list[Shape], device: torch.device) -> Affine | Ben
         return _affine(op, shapes, device)
     if isinstance(op, ops.Activation):
         return Bend(op.inputs[0], op.leak)
-    if isinstance(op, ops.Curved):
-        return Bend(op.inputs[0], curve=op.kind, ends=op.ends)
-    assert isinstance(op, ops.MaxPool)
-    places = torch.arange(math.prod(op.before), dtype=torch.float64).reshape(1, *op.before)
-    windows = op.windows(places).reshape(-1, math.prod(op.kernel))
-    return Bend(op.inputs[0], windows=torch.where(windows.isfinite(), windows, -1.0).long())
+    assert isinstance(op, ops.Curved)
+    return Bend(op.inputs[0], curve=op.kind)
 
 
 def _affine(op: ops.Affine, shapes: list[Shape], device: torch.device) -> Affine:

@@ -2,7 +2,6 @@
 input set."""
 
 from wball.certificates.complete.nodes import Leaf
-from wball.certificates.complete.rewriting import splittable
 from wball.certificates.complete.search import Answer, Search
 
-__all__ = ["Answer", "Leaf", "Search", "splittable"]
+__all__ = ["Answer", "Leaf", "Search"]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
+from wball.certificates.activations import anchored_line, relax_curve, upper_line
 from wball.certificates.anchor import Anchor, UnitAnchor, charge
 from wball.certificates.bounds import ROUNDING, Bounds
 from wball.certificates.complete.nodes import Nodes, State
-from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
+from wball.certificates.graph import Activation, Curved, Graph, back
 from wball.input_sets import InputSet
 from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
@@ -157,8 +157,6 @@ def trace_back(
             problems.bounds.lower[position].to(dtype),
             problems.bounds.upper[position].to(dtype),
         )
-        if isinstance(op, MaxPool):
-            return relax_max_pool(op, rows, low, up)
         if isinstance(op, Curved):
             ends = problems.bounds.lower[position], problems.bounds.upper[position]
             constant, rows, size = relax_curve(op, rows, *ends)

@@ -105,9 +105,7 @@ class Search:
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
-    def decide(
-        self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds | None = None
-    ) -> Answer:
+    def decide(self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds) -> Answer:
         """Decide correctly classified images, closest to certification first.
 
         ``margin`` are bounds of their margins, ``spent`` the seconds they took so far, ``known``
@@ -228,7 +226,7 @@ class Search:
         x, y = self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
         relaxation = self._relaxation(source, x)
-        bounds = relaxation.bound_all() if self.known is None else self.known.take(left)
+        bounds = self.known.take(left)
         anchored = source.has_plans
         if anchored:
             for position in self.graph.relaxed():
