@@ -30,9 +30,6 @@ MANY = 5
 IMAGES, SAMPLED = 8, 4
 """Number of images that are probed, and of random points of the balls of the first and of the last."""
 
-NATS, SWEEPS, MOMENTUM = 10.0, 60, 0.95
-"""Options of the oracle for far points: on digits they reach 97 % of the maximum or more."""
-
 SAFETY = 16.0
 """Tolerance of a logit as a multiple of its simulated rounding error, whose size is estimated from some
 ten random errors."""
@@ -123,7 +120,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
-    """Points of the balls around some images: centres, far points in random directions, samples."""
+    """Points of the balls around some images: centres and random points."""
     some = (
         torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu")
         .long()
@@ -136,17 +133,7 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
         return torch.cat([centre, noise])
     near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
-    first, direction = (
-        some[:1].expand(2),
-        torch.randn((1, *x.shape[1:]), generator=generator, device="cpu").to(x),
-    )
-    ends = _ends(ball.take(first), x[first], torch.cat([direction, -direction])).to(x)
-    return torch.cat([centre, ends, drawn])
-
-
-def _ends(ball: Ball, x: Tensor, direction: Tensor) -> Tensor:
-    """Nearly the farthest points; the exact ones would compile a solver just for this."""
-    return ball.oracle(x, sweeps=SWEEPS, momentum=MOMENTUM)(NATS * direction).z
+    return torch.cat([centre, drawn])
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
