@@ -55,21 +55,6 @@ def export(model: nn.Module, x: Tensor, path: Path, opset: int = 17, fixed: bool
     return path
 
 
-def test_exported_network(images: Tensor, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = Assorted()
-    net(torch.rand(50, 1, 8, 8))  # running statistics that matter
-    net.eval()
-    model = load(export(net, images[:3], tmp_path / "net.onnx"))
-    x, z = (images.clone().requires_grad_() for _ in range(2))
-    expected, found = net(x), model(z)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    torch.testing.assert_close(z.grad, x.grad, atol=1e-4, rtol=1e-4)
-    assert not model.training and sum(p.numel() for p in model.parameters()) >= 700
-
-
 def test_attack_on_an_exported_model_of_the_zoo(tmp_path: Path) -> None:
     net, (x, y) = wball.load_model("mnist-standard"), wball.load_sample("mnist")
     model = load(export(net, x[:2], tmp_path / "zoo.onnx"))
@@ -145,6 +130,7 @@ class VisionTransformer(nn.Module):
 
 
 NETWORKS = {
+    "assorted layers": Assorted,
     "MobileNetV3": lambda: mobile(nn.Hardswish, nn.Hardsigmoid),
     "EfficientNet": lambda: mobile(nn.SiLU, nn.Sigmoid),
     "vision transformer": VisionTransformer,
@@ -164,6 +150,8 @@ def test_usual_architectures(
     net.eval()
     path = export(net, images[:1], tmp_path / "net.onnx", opset, fixed)
     model = load(path)
+    # A class token is expanded to a number of images that is written down.
+    assert not model.training and (model.ends.batch is None or name == "vision transformer")
     x, z = (images.clone().requires_grad_() for _ in range(2))
     expected, found = net(x), model(z)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -266,9 +254,7 @@ def test_rows_of_a_table(layout: Any) -> None:
     torch.testing.assert_close(
         OnnxModel(proto)(rows), rows @ torch.from_numpy(weight)
     )  # nobody asks for labels
-    with pytest.raises(
-        ValueError, match=r"takes 48 numbers, and images of shape \(3, 4, 5\) have 60"
-    ):
+    with pytest.raises(ValueError, match=r"takes images of shape \(48\), got \(60,\)"):
         OnnxModel(proto)(torch.rand(2, 3, 4, 5))
     proto.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = TensorProto.FLOAT
     for output in (None, "y"):
@@ -279,10 +265,8 @@ def test_rows_of_a_table(layout: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "inception_v2", "resnet50"])
 def test_classifiers_that_come_with_onnx(name: str) -> None:
-    """Caffe2's exports, with constants for weights; images of 224 x 224, one at a time."""
+    """Caffe2's exports in operator set 9; images of 224 x 224, one at a time."""
     folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
-    if not (folder / f"light_{name}.onnx").is_file():
-        pytest.skip("this onnx package has no models")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the softmax
         model = load(folder / f"light_{name}.onnx")
@@ -314,27 +298,6 @@ def test_half_precision(images: Tensor, tmp_path: Path) -> None:
     )
     assert model(images).dtype == torch.float16
     assert model.float()(images).dtype == torch.float32
-
-
-def test_a_branch_that_depends_on_the_shape() -> None:
-    """PyTorch's exporter writes If for a squeeze of an axis that it does not know."""
-    value = helper.make_tensor_value_info
-    out = value("b", TensorProto.FLOAT, None)
-    then = helper.make_graph([helper.make_node("Mul", ["flat", "two"], ["b"])], "then", [], [out])
-    other = helper.make_graph([helper.make_node("Neg", ["flat"], ["b"])], "else", [], [out])
-    nodes = [
-        helper.make_node("Flatten", ["x"], ["flat"]),
-        helper.make_node("Shape", ["x"], ["size"], start=0, end=1),
-        helper.make_node("Greater", ["size", "many"], ["large"]),
-        helper.make_node("If", ["large"], ["y"], then_branch=then, else_branch=other),
-    ]
-    proto = classifier(
-        nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array([1])}
-    )
-    x = torch.rand(2, 1, 2, 2, requires_grad=True)
-    model = OnnxModel(proto)
-    torch.testing.assert_close(model(x), 2 * x.flatten(1))
-    torch.testing.assert_close(model(x[:1]), -x[:1].flatten(1))
 
 
 def test_one_output_of_several(tmp_path: Path) -> None:
@@ -390,8 +353,8 @@ def test_errors_name_what_is_not_known(tmp_path: Path) -> None:
     proto.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 2]))
     with pytest.raises(ValueError, match="one input, images; it has 2: x, z"):
         OnnxModel(proto)
-    with pytest.raises(ValueError, match="operator set 6"):
-        OnnxModel(classifier([helper.make_node("Relu", ["x"], ["y"])], ["n", 2], {}, 6))
+    with pytest.raises(ValueError, match="operator set 99 is newer"):
+        OnnxModel(classifier([helper.make_node("Relu", ["x"], ["y"])], ["n", 2], {}, 99))
     (tmp_path / "half.onnx").write_bytes(text_direction().SerializeToString()[:500])
     with pytest.raises(ValueError, match="is not a complete ONNX file"):
         load(tmp_path / "half.onnx")

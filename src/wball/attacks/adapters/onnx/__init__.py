@@ -12,8 +12,8 @@ supported; where ONNX Runtime is installed, such a graph runs there, without gra
 become parameters of the module. Needs ``pip install wball[onnx]``.
 """
 
-from wball.attacks.adapters.onnx.graph import Graph
+from wball.attacks.adapters.onnx.graph import OnnxGraph
 from wball.attacks.adapters.onnx.model import ForwardOnly, OnnxModel, load
 from wball.attacks.adapters.onnx.table import OPERATORS
 
-__all__ = ["OPERATORS", "ForwardOnly", "Graph", "OnnxModel", "load"]
+__all__ = ["OPERATORS", "ForwardOnly", "OnnxGraph", "OnnxModel", "load"]

@@ -11,24 +11,27 @@ import hashlib
 import os
 import warnings
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import onnx
+import onnx.inliner
+import onnx.version_converter
 import torch
 from torch import Tensor, nn
 
-from wball.attacks.adapters.onnx.graph import NEWEST, OLDEST, Graph
-from wball.attacks.adapters.onnx.table import TYPES, Node
+from wball.attacks.adapters.onnx.graph import OnnxGraph
+from wball.attacks.adapters.onnx.table import TYPES
 
 Layout = Literal["NCHW", "NHWC"]
 Engine = Literal["auto", "torch", "onnxruntime"]
 
+OLDEST, NEWEST = 13, 28
+"""Supported operator sets. Older files are converted to the oldest; newer ones have not been tested."""
 CHANNELS = (1, 3, 4)
-"""How many channels images have: tells which axis of a fixed shape they are."""
+"""Numbers of channels that images have: they tell which axis of a fixed shape is that of the channels."""
 LOGITS = ("logits", "output", "scores", "probabilities", "probs")
-"""Names of the output to take where there are several."""
-LARGEST = 2**31 - 1
-"""Bytes of a message that protocol buffers can hold; weights beyond that stand in files of their own."""
+"""Names of the output to take if there are several."""
 
 
 def load(
@@ -42,25 +45,24 @@ def load(
 
     Args:
         path: the file.
-        engine: ``"torch"`` runs the graph with PyTorch, with gradients; ``"onnxruntime"`` without (black-box attacks
-            only), with every operator that ONNX Runtime has. ``"auto"``: the first, or, with a warning, the second if
-            the graph has operators that are not known here and ONNX Runtime is installed.
-        layout: axes of the graph's input; read off its shape, where that tells.
+        engine: ``"torch"`` runs the graph with PyTorch, with gradients. ``"onnxruntime"`` runs it without
+            (black-box attacks only), with every operator that ONNX Runtime has. ``"auto"`` takes the first; if the
+            graph has unsupported operators and ONNX Runtime is installed, it warns and takes the second.
+        layout: axes of the graph's input; ``None`` infers them from its shape.
         output: name of the output with the logits, if there are several.
 
     A softmax at the end is left out, because logits say the same and do not round to 0 and 1.
 
-    Raises ``ValueError`` that names what in the file is not understood.
+    Raises ``ValueError`` that names what in the file is not supported.
     """
     if engine not in ("auto", "torch", "onnxruntime"):
         raise ValueError(f'engine must be "auto", "torch" or "onnxruntime", got {engine!r}')
     path = os.fspath(path)
     try:
         proto = onnx.load(path)
-        _check(path, proto)
     except FileNotFoundError:
         raise FileNotFoundError(f"no ONNX file {path}") from None
-    except Exception as error:  # protobuf, the checker and files of weights each have their own
+    except Exception as error:  # protobuf and files of weights have exceptions of their own
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{path} is not a complete ONNX file ({first}): export or download it again"
@@ -69,7 +71,7 @@ def load(
         try:
             return OnnxModel(proto, layout=layout, output=output).eval()
         except NotKnown as error:
-            if engine == "torch" or not _has_runtime():
+            if engine == "torch" or find_spec("onnxruntime") is None:
                 raise
             warnings.warn(
                 f"{error}: the model runs in ONNX Runtime, without gradients", stacklevel=2
@@ -77,27 +79,8 @@ def load(
     return ForwardOnly(proto, layout=layout, output=output).eval()
 
 
-def _check(path: str, proto: onnx.ModelProto) -> None:
-    """Ask onnx whether the file is whole. It wants every output to have a shape, which some exporters leave open."""
-    if proto.ByteSize() > LARGEST:
-        return onnx.checker.check_model(path)
-    kinds = [
-        output.type.tensor_type
-        for output in proto.graph.output
-        if output.type.HasField("tensor_type")
-    ]
-    kinds = [kind for kind in kinds if not kind.HasField("shape")]
-    for kind in kinds:
-        kind.shape.SetInParent()
-    try:
-        return onnx.checker.check_model(proto)
-    finally:
-        for kind in kinds:
-            kind.ClearField("shape")
-
-
 class NotKnown(ValueError):
-    """The graph has something that PyTorch is not told here how to run."""
+    """The graph has something that is not supported with PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +90,9 @@ class Ends:
     Attributes:
         input: name of the input.
         output: name of the output.
-        shape: of one image as the graph takes it; ``None`` for sizes that are free.
-        batch: how many images the graph takes at once; ``None`` if that is free.
-        dtype: of the input.
+        shape: shape of one image as the graph takes it; ``None`` for sizes that are free.
+        batch: number of images that the graph takes at once; ``None`` if that is free.
+        dtype: type of the input.
         layout: axes of the input.
     """
 
@@ -123,11 +106,8 @@ class Ends:
     @property
     def image(self) -> tuple[int | None, ...]:
         """The shape of one image, ``(C, H, W)``."""
-        return (
-            self.shape
-            if self.layout == "NCHW" or len(self.shape) != 3
-            else (self.shape[2], *self.shape[:2])
-        )
+        last = self.layout == "NHWC" and len(self.shape) == 3
+        return (self.shape[2], *self.shape[:2]) if last else self.shape
 
 
 def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None) -> Ends:
@@ -138,22 +118,8 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
     inputs = [i for i in graph.input if i.name not in weights]
     if len(inputs) != 1:
         found = ", ".join(i.name for i in inputs)
-        raise ValueError(f"the graph must have one input, images; it has {len(inputs)}: {found}")
-    names = [o.name for o in graph.output]
-    if output is not None and output not in names:
-        raise ValueError(f"output must be one of {', '.join(names)}, got {output!r}")
-    tensors = [o.name for o in graph.output if _may_be_scores(o.type)]
-    if not tensors or (output is not None and output not in tensors):
-        what = "the graph has no output" if output is None else f"output {output} is no output"
         raise ValueError(
-            f"{what} of floating-point numbers; scikit-learn's has one with options={{'zipmap': False}}"
-        )
-    chosen = [output] if output is not None else tensors
-    if len(chosen) > 1:
-        chosen = [name for name in tensors if name in LOGITS][:1]
-    if len(chosen) != 1:
-        raise ValueError(
-            f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME"
+            f"the graph must have one input, images; it has {len(inputs)}: {found}; export it again"
         )
     kind = inputs[0].type.tensor_type
     sizes = [d.dim_value if d.dim_value > 0 else None for d in kind.shape.dim]
@@ -164,16 +130,36 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
     dtype = TYPES.get(kind.elem_type, torch.float32)
     if not dtype.is_floating_point:
         raise ValueError(
-            f"the graph takes images of {dtype}, and pixels in [0, 1] are rounded to nothing there; export the model "
-            "with a floating-point input"
+            f"the graph takes images of {dtype}, which rounds pixels in [0, 1]; export the model with a "
+            "floating-point input"
         )
-    return Ends(inputs[0].name, str(chosen[0]), shape, sizes[0] if sizes else None, dtype, layout)
+    batch = sizes[0] if sizes else None
+    return Ends(inputs[0].name, _find_output(graph, output), shape, batch, dtype, layout)
 
 
-def _may_be_scores(kind: onnx.TypeProto) -> bool:
-    """Whether an output can be scores: a tensor of floating-point numbers, not of class indices."""
-    known = TYPES.get(kind.tensor_type.elem_type, torch.float32)
-    return kind.HasField("tensor_type") and known.is_floating_point
+def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
+    """The output with the logits: a tensor of floating-point numbers, not of class indices."""
+    names = [o.name for o in graph.output]
+    if output is not None and output not in names:
+        raise ValueError(f"output must be one of {', '.join(names)}, got {output!r}")
+    tensors = [
+        o.name
+        for o in graph.output
+        if o.type.HasField("tensor_type")
+        and TYPES.get(o.type.tensor_type.elem_type, torch.float32).is_floating_point
+        and output in (None, o.name)
+    ]
+    if not tensors:
+        raise ValueError(
+            f"the graph has no output {output or ''} of floating-point numbers; scikit-learn's has one with "
+            "options={'zipmap': False}"
+        )
+    chosen = tensors if len(tensors) == 1 else [name for name in tensors if name in LOGITS]
+    if not chosen:
+        raise ValueError(
+            f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME"
+        )
+    return str(chosen[0])
 
 
 class _Classifier(nn.Module):
@@ -187,6 +173,9 @@ class _Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
+        if len(wanted) == 1 and x.ndim == 4:  # rows of a table, as scikit-learn's models take them
+            x = x.permute(0, 2, 3, 1) if self.ends.layout == "NHWC" else x
+            x = x.flatten(1)
         if len(wanted) == x.ndim - 1 and any(
             w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)
         ):
@@ -194,36 +183,16 @@ class _Classifier(nn.Module):
             raise ValueError(
                 f"the ONNX model takes images of shape ({sizes}), got {tuple(x.shape[1:])}"
             )
-        x = x.to(self.ends.dtype) if x.dtype != self._dtype() else x
+        # The type that the graph computes in: the file's, unless the module was converted since.
+        x = x.to(next((p.dtype for p in self.parameters()), self.ends.dtype))
         x = x.permute(0, 2, 3, 1) if self.ends.layout == "NHWC" and x.ndim == 4 else x
-        if len(wanted) == 1 and x.ndim == 4:
-            x = self._as_vectors(x, wanted[0])
         batch = self.ends.batch
-        if batch is None or len(x) == batch:
-            return self._flat(self._run(x), len(x))
-        missing = -len(x) % batch
-        filled = torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
-        return torch.cat([self._flat(self._run(part), batch) for part in filled.split(batch)])[
-            : len(x)
-        ]
-
-    @staticmethod
-    def _as_vectors(x: Tensor, length: int | None) -> Tensor:
-        """Images for a graph that takes rows of a table, as those of scikit-learn do."""
-        if length not in (None, x[:1].numel()):
-            shape = tuple(x.shape[1:])
-            raise ValueError(
-                f"the ONNX model takes {length} numbers, and images of shape {shape} have {x[:1].numel()}"
-            )
-        return x.flatten(1)
-
-    def _dtype(self) -> torch.dtype:
-        """The type that the graph computes in: the file's, unless the module was converted since."""
-        return next((p.dtype for p in self.parameters()), self.ends.dtype)
-
-    @staticmethod
-    def _flat(found: Tensor, batch: int) -> Tensor:
-        """Convolutional heads answer ``(B, K, 1, 1)``."""
+        if batch is None:
+            found = self._run(x)
+        else:
+            filled = torch.cat([x, x[-1:].expand(-len(x) % batch, *x.shape[1:])])
+            found = torch.cat([self._run(part) for part in filled.split(batch)])[: len(x)]
+        # Convolutional heads answer (B, K, 1, 1).
         return found.flatten(1) if found.ndim > 2 and found[0].numel() == found.shape[1] else found
 
     def extra_repr(self) -> str:
@@ -237,18 +206,19 @@ class OnnxModel(_Classifier):
         self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
     ) -> None:
         super().__init__()
-        opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
-        if not OLDEST <= opset <= NEWEST:
-            raise NotKnown(
-                f"operator set {opset} is not known here, those from {OLDEST} to {NEWEST} are; convert the file with "
-                "onnx.version_converter"
-            )
-        if proto.functions:
-            proto = onnx.inliner.inline_local_functions(proto)
         self.ends = find_ends(proto.graph, layout, output)
+        opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
         try:
-            self.graph = Graph(proto.graph, opset, [self.ends.output])
-        except ValueError as error:
+            if opset > NEWEST:
+                raise ValueError(
+                    f"operator set {opset} is newer than those known here, to {NEWEST}"
+                )
+            if proto.functions:
+                proto = onnx.inliner.inline_local_functions(proto)
+            if opset < OLDEST:
+                proto, opset = onnx.version_converter.convert_version(proto, OLDEST), OLDEST
+            self.graph = OnnxGraph(proto.graph, opset, [self.ends.output])
+        except (ValueError, RuntimeError, onnx.version_converter.ConvertError) as error:
             raise NotKnown(
                 f"{error}; export with constant folding, or install onnxruntime (pip install wball[onnxruntime]) for "
                 "attacks without gradients"
@@ -261,72 +231,51 @@ class OnnxModel(_Classifier):
 
     def _leave_out_softmax(self) -> None:
         """Take the logits of a graph that ends in a softmax over the classes."""
-        last = self._made(self.ends.output)
+        makers = {name: node for node in self.graph.nodes for name in node.outputs}
+        last = makers.get(self.ends.output)
         while last is not None and last.kind == "Identity":
-            last = self._made(last.inputs[0])
-        if last is None or last.kind != "Softmax" or last["axis"] not in (1, -1):
+            last = makers.get(last.inputs[0])
+        if last is None or last.kind != "Softmax" or last.attributes["axis"] not in (1, -1):
             return
         warnings.warn(
             "the ONNX model ends in a softmax, which is left out: attacks see its logits",
             stacklevel=4,
         )
         same = replace(last, kind="Identity", attributes={})
-        self.graph.use(
-            [same if node is last else node for node in self.graph.nodes], self.graph.outputs
-        )
-
-    def _made(self, name: str) -> Node | None:
-        """The node that makes a value."""
-        return next((node for node in self.graph.nodes if name in node.outputs), None)
+        self.graph.nodes = [same if node is last else node for node in self.graph.nodes]
 
     @torch.no_grad()
     def _free_batch(self) -> None:
         """Let a graph exported for a fixed batch size take any batch size, if its outputs show that it can.
 
-        What stands in the way is often a shape that was written down as a number: those of ``Reshape`` are tried.
+        What stands in the way is often a shape that was written down as a number: those of ``Reshape`` are freed.
         """
         batch, shape = self.ends.batch, [size for size in self.ends.shape if size is not None]
         if batch is None or len(shape) < len(self.ends.shape):
             return
         generator = torch.Generator().manual_seed(0)
         x = torch.rand((2 * batch, *shape), generator=generator).to(self.ends.dtype)
-        expected = torch.cat([self._flat(self._run(part), batch) for part in x.split(batch)])
-        fixed = list(self.graph.nodes)
-        for free in (lambda node: node, lambda node: self._reshape_freely(node, batch)):
-            self.graph.use([free(node) for node in fixed], self.graph.outputs)
-            try:
-                found = self._flat(self._run(x), 2 * batch)
-            except (RuntimeError, ValueError, IndexError):
-                continue
+        expected, fixed = self(x), dict(self.graph.constants)
+        for node in self.graph.nodes:
+            sizes = fixed.get(node.inputs[-1])
+            if node.kind == "Reshape" and sizes is not None and sizes[:1].tolist() == [batch]:
+                free = torch.cat([torch.zeros_like(sizes[:1]), sizes[1:]])  # 0: as many as given
+                self.graph.constants[node.inputs[1]] = free
+        ends, self.ends = self.ends, replace(self.ends, batch=None)
+        try:
+            found = self(x)
             slack = 1e-3 * float(expected.abs().nan_to_num().max())
-            if found.shape == expected.shape and torch.allclose(
+            same = found.shape == expected.shape and torch.allclose(
                 found, expected, 1e-3, slack, equal_nan=True
-            ):
-                self.ends = replace(self.ends, batch=None)
-                return
-        self.graph.use(fixed, self.graph.outputs)
-
-    def _reshape_freely(self, node: Node, batch: int) -> Node:
-        shape = self.graph.constant(node.inputs[1]) if node.kind == "Reshape" else None
-        if shape is None or node["allowzero"] or shape.numel() == 0 or int(shape[0]) != batch:
-            return node
-        name = f"{node.inputs[1]}:any batch"
-        self.graph.keep(
-            name, torch.cat([torch.zeros_like(shape[:1]), shape[1:]])
-        )  # 0: as many as there are
-        return replace(node, inputs=(node.inputs[0], name))
-
-
-def _has_runtime() -> bool:
-    try:
-        import onnxruntime  # noqa: F401
-    except ImportError:
-        return False
-    return True
+            )
+        except (RuntimeError, ValueError, IndexError):
+            same = False
+        if not same:
+            self.ends, self.graph.constants = ends, fixed
 
 
 class ForwardOnly(_Classifier):
-    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that black-box attacks serve alone."""
+    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box attacks serve."""
 
     fingerprint: Tensor
 
@@ -355,10 +304,6 @@ class ForwardOnly(_Classifier):
             ) from error
 
     def _run(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16:
-            raise ValueError(
-                "ONNX Runtime is given numpy arrays, which have no bfloat16: export the model as float32"
-            )
         array = x.detach().cpu().contiguous().numpy()
         (found,) = self._session.run([self.ends.output], {self.ends.input: array})
         return torch.from_numpy(found).to(x.device)
