@@ -18,7 +18,6 @@ pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper
 
 from wball.attacks.adapters.onnx import OPERATORS, OnnxGraph
-from wball.attacks.adapters.onnx.table import TYPES
 
 STEPPED = {"Ceil", "Floor", "Round", "Sign", "Shape"}
 """Operators whose result does not depend on their input smoothly."""
