@@ -136,10 +136,8 @@ def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
     # A GPU's exponential rounds its argument, which grows with the potentials.
     rounding = 1e-7 * case.scale * (kernel == "triton")
     allowed = {"z": 1e-6 * more + rounding, "cost": 1e-5 * more, "net_cost": 1e-5 * more}
-    if kernel == "triton":
-        allowed |= dict.fromkeys(("keep", "give"), 1e-5 + rounding)
-        if case.cost != GridCost(1):
-            allowed |= dict.fromkeys(("psi", "q"), 2e-5 * (1 + case.scale))
+    if kernel == "triton" and case.cost != GridCost(1):
+        allowed |= dict.fromkeys(("psi", "q"), 2e-5 * (1 + case.scale))
     for name, atol in allowed.items():
         assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
     if case.ramp == 0:
@@ -150,14 +148,10 @@ def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
 def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass over a table of moves instead of keeping rings in registers."""
     need("triton")
-    import triton.language as tl
+    from wball.kernels import triton_stencil
 
-    from wball.kernels import triton_flows, triton_stencil
-    from wball.kernels.entropic_plan import triton as triton_plan
-
-    monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-    for module in (triton_stencil, triton_flows):
-        monkeypatch.setattr(module, "ON_CHIP", tl.constexpr(0))
+    monkeypatch.setattr(triton_stencil, "MAX_ON_CHIP", 0)
+    monkeypatch.setattr(triton_stencil, "_stencil", triton_stencil._stencil.__wrapped__)
     for scale in (3.0, 40.0):
         case = Case((1, 2, 5, 6), GridCost(5), scale=scale, sweeps=1)
         test_as_good_as_torch_in_float32("triton", case)
@@ -349,4 +343,4 @@ def test_programs_take_a_few_batches_of_memory_at_any_window(
     triton_plan.entropic_plan(request)  # what is made once
     with Count() as count:
         triton_plan.entropic_plan(request)
-    assert 4 * request.x.numel() < count.total / 4 <= 8 * request.x.numel()
+    assert 4 * request.x.numel() < count.total / 4 <= 13 * request.x.numel()

@@ -4,20 +4,16 @@ r"""A plan in factors in compiled loops: what its pixels exchange, and its repai
 ``give_i`` and ``keep_{i+k}`` on the moves away from a pixel. Loops run over the image between
 ``pad`` and ``pad + n``; moves are shifts.
 
-**Repair.** Full columns return their excess, which may overfill the pixels it came from, and so on.
-The last attempt computes a plan in which no column counts on its outflow, and mixes it with the
-plan before it, just far enough to satisfy the box.
+The repair is that of :func:`wball.kernels.plan_rows.into_box`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wball.kernels.compiled import compiled
 from wball.kernels.layout import GROUP
+from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
 
 SUMS = {"contract", "nsz", "reassoc", "nnan"}
 """Optimisations allowed: reordered sums and maxima, fused multiplications, no NaNs."""
@@ -52,22 +48,11 @@ class Factors(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The box; a column may exceed it by ``slack``, and may be below it by ``rounding`` times its
-    pixel plus ``floor``."""
+    """The box, which columns may violate by ``slack``."""
 
     lo: float
     hi: float
     slack: float
-    rounding: float
-    floor: float
-
-
-class Schedule(NamedTuple):
-    """Per attempt: the part of the opposite exchange that a pixel counts on, and the
-    over-correction, without which mass circulates among full pixels for long."""
-
-    counted: NDArray[np.float64]
-    more: NDArray[np.float64]
 
 
 @compiled(inner=True, fastmath=SUMS)
@@ -129,15 +114,16 @@ def _broken(f, flat, box):  # type: ignore[no-untyped-def]
     for i in range(n):
         z = x[i] - give[i] * sent[i] + keep[i] * received[i]
         broken += 1.0 if z > box.hi + box.slack else 0.0
-        broken += 1.0 if (z < box.lo - box.rounding * x[i] - box.floor) & (x[i] > 0.0) else 0.0
+        broken += 1.0 if (z < box.lo - box.slack) & (x[i] > 0.0) else 0.0
     return broken
 
 
 @compiled(inner=True, fastmath=EXACT)
-def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
-    """Smaller factors where the box is violated, or everywhere if ``counted`` is 0. The old ones
-    stay in ``kept``."""
-    pad, n, lo, hi = flat.pad, flat.n, box.lo, box.hi
+def _tighten(f, flat, box, sweep):  # type: ignore[no-untyped-def]
+    """Smaller factors where the box is violated, or everywhere in the last sweep. The old ones stay
+    in ``kept``."""
+    pad, n, lo, hi, last = flat.pad, flat.n, box.lo, box.hi, sweep == REPAIR_SWEEPS
+    counted, more = 0.0 if last else 1.0, 0.0 if last or sweep < PLAIN_SWEEPS else 1.0
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
     sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
     kept, had = f.kept[pad : pad + n], f.had[pad : pad + n]
@@ -146,21 +132,15 @@ def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
         had[i] = sent[i]
     for i in range(n):
         z = x[i] - give[i] * sent[i] + kept[i] * received[i]
-        room = max(
-            (hi - x[i] + counted * give[i] * sent[i] - more * (z - hi)) / max(received[i], TINY),
-            0.0,
-        )
-        keep[i] = min(keep[i], room) if counted == 0.0 or z > hi + box.slack else keep[i]
-    every = counted == 0.0 and lo > 0.0
+        room = hi - x[i] + counted * give[i] * sent[i] - more * (z - hi)
+        room = max(room / max(received[i], TINY), 0.0)
+        keep[i] = min(keep[i], room) if last or z > hi + box.slack else keep[i]
+    every = last and lo > 0.0
     for i in range(n):
         z = x[i] - give[i] * sent[i] + kept[i] * received[i]
-        spare = max(
-            (x[i] - lo + counted * kept[i] * received[i] - more * (lo - z)) / max(sent[i], TINY),
-            0.0,
-        )
-        give[i] = (
-            min(give[i], spare) if every or z < lo - box.rounding * x[i] - box.floor else give[i]
-        )
+        spare = x[i] - lo + counted * kept[i] * received[i] - more * (lo - z)
+        spare = max(spare / max(sent[i], TINY), 0.0)
+        give[i] = min(give[i], spare) if every or z < lo - box.slack else give[i]
 
 
 @compiled(inner=True, fastmath=EXACT)
@@ -182,21 +162,20 @@ def _between(f, flat, box):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def repair(f, flat, weight, box, schedule):  # type: ignore[no-untyped-def]
+def repair(f, flat, weight, box):  # type: ignore[no-untyped-def]
     """``keep`` and ``give`` such that ``x - give sent + keep received`` satisfies the box."""
     keep, give = f.keep[flat.pad : flat.pad + flat.n], f.give[flat.pad : flat.pad + flat.n]
     for i in range(flat.n):
         keep[i] = 1.0
         give[i] = 1.0
-    last = schedule.counted.size
-    for attempt in range(last + 1):
+    for sweep in range(REPAIR_SWEEPS + 2):
         send(f, flat, weight)
         receive(f, flat, weight, flat.first)
-        if attempt == last:
+        if sweep > REPAIR_SWEEPS:
             # With a lower bound both factors differ, and a mixture would not have this form.
             if box.lo <= 0.0:
                 _between(f, flat, box)
             return
         if _broken(f, flat, box) == 0.0:
             return
-        _tighten(f, flat, box, schedule.counted[attempt], schedule.more[attempt])
+        _tighten(f, flat, box, sweep)

@@ -18,6 +18,10 @@ from torch import Tensor
 from wball.batch import per_image
 from wball.moves import Moves
 
+REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 2
+"""Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their
+excess: mass that circulates among full pixels would take long to vanish otherwise."""
+
 NARROW = {torch.float64: 600.0}
 """Nats between the potentials of an image up to which its plan is a product of factors, by
 precision: the others have logs only."""
@@ -187,44 +191,30 @@ class PlanRows:
         return sent, paid
 
 
-@dataclass(frozen=True)
-class Repair:
-    """How a plan is brought into the box; the attempts are those of
-    :class:`wball.kernels.factors.Schedule`.
-
-    Attributes:
-        counted: of each attempt, what part of the mass that a pixel exchanges the other way it
-            counts on.
-        more: of each attempt, how many times as far as the box asks for it goes.
-        slack: what a column may be above the box.
-        rounding: what it may be below, as a part of its pixel: emptied rows are off by their
-            potentials' rounding.
-        floor: what it may be below in any case.
-    """
-
-    counted: tuple[float, ...]
-    more: tuple[float, ...]
-    slack: float
-    rounding: float
-    floor: float
-
-
 def into_box(
-    rows: PlanRows, lo: float, hi: float, how: Repair
+    rows: PlanRows, lo: float, hi: float, slack: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box;
-    returns all four."""
+    """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box up to
+    ``slack``; returns all four.
+
+    A column above ``hi`` sends its excess back along the arcs it came by, which may overfill the
+    pixels it came from, and so on. In the last sweep no column counts on the mass that it sends
+    away, which always succeeds and takes away far too much. Plans are linear in ``keep``, so where
+    rows need no repair (``lo <= 0``) the answer is the mixture of the last two that just keeps the
+    box.
+    """
     x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
     keep, give = torch.ones_like(x), torch.ones_like(x)
     sent, received = rows.exchange(keep, give)
-    least = lo - how.rounding * x - how.floor
-    for counted, more in zip(how.counted, how.more, strict=True):
+    for sweep in range(REPAIR_SWEEPS + 1):
         z = x - give * sent + keep * received
-        over, under = z > hi + how.slack, z < least
+        over, under = z > hi + slack, z < lo - slack
         broken = (over | under).flatten(1).any(1)
         if not bool(broken.any()):
             break
-        if counted == 0.0:  # every column of a broken image, because these moves push others over
+        counted, more = 1.0, float(sweep >= PLAIN_SWEEPS)
+        if sweep == REPAIR_SWEEPS:
+            counted, more = 0.0, 0.0
             over = per_image(broken, x).expand_as(x)
             under = over if lo > 0 else under
         above, below = more * (z - hi).clamp(min=0.0), more * (lo - z).clamp(min=0.0)
@@ -234,12 +224,10 @@ def into_box(
         keep = torch.where(over, torch.minimum(keep, room), keep)
         give = torch.where(under, torch.minimum(give, spare), give)
         sent, received = rows.exchange(keep, give)
-        # Of the last two plans the mixture that just keeps the box; with a lower bound it would not
-        # have this form.
-        if counted == 0.0 and lo <= 0.0:
+        if sweep == REPAIR_SWEEPS and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
             part = torch.where(
-                excess > how.slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z)
+                excess > slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z)
             )
             way = per_image(part.flatten(1).amax(1), part)
             keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)

@@ -6,22 +6,21 @@ Triton cannot gather from registers, so what neighbours must see (potentials, ro
 apart and planes ``H + rr`` rows apart, where ``(rr, rc)`` is the reach of the stencil: the halo to
 the right of a row is also the halo to the left of the next, and the halo below a plane is also the
 halo above the next. A move is then one number added to an address, no bounds are checked, and a
-buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
+buffer is little larger than the images. Halos hold no mass.
 
-Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are
-exponentiated once a pixel, relative to their maximum: the mass on a move is then a product ``A_i
-B_j exp(-psi c)``, a pass over the moves loads and adds, and what underflows would be less than
-1e-11 of a row. Wider potentials (late in an attack) take the passes in logs, at one exponential a
-move. Programs of the first kind note the images they must leave to the second.
+Potentials are exponentiated once a pixel, relative to their maximum. The mass on a move is then a
+product ``A_i B_j exp(-psi c)``, and a pass over the moves loads and adds. In float32 this serves
+potentials whose range over an image is at most :data:`RANGE` nats: what underflows would be less
+than 1e-11 of a row. Programs note the images with wider potentials, and a second launch solves
+those in float64, up to :data:`EXACT_RANGE`.
 
 Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep
 them in registers from one Newton step to the next, with the offsets of the moves in the code,
 because a pass over an image that is on chip waits for loads more than it computes. The rings of
 larger windows would not fit the registers of a multiprocessor (15 rings of a CIFAR-10 image are all
-of them): there each Newton step is a pass over a table of moves. In logs, which are needed less and
-take more code, windows above 5 x 5 do so already, and so does every window where a program holds
-more than :data:`MAX_ON_CHIP` values: its registers are full, and code for that number of values a thread
-takes minutes to compile.
+of them): there each Newton step is a pass over a table of moves. So it is in float64, and where a
+program holds more than :data:`MAX_ON_CHIP` values: its registers are full, and code for that number
+of values a thread takes minutes to compile.
 """
 
 # mypy: ignore-errors
@@ -45,11 +44,11 @@ MAX_ON_CHIP = 4096
 """Programs of up to this many values keep rings in registers and offsets of moves in the code."""
 MAX_VALUES = 16384
 """Larger images do not fit in one program, and torch serves."""
-RANGE = 60.0
-"""Potentials that differ by no more than this over an image need no logs."""
+RANGE, EXACT_RANGE = 60.0, 600.0
+"""Largest range of the potentials of an image, in nats, in float32 and in float64."""
 MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""
-RINGS_KEPT, LOG_RINGS_KEPT = tl.constexpr(MAX_RINGS), tl.constexpr(6)
+RINGS_KEPT = tl.constexpr(MAX_RINGS)
 UNROLL, ON_CHIP = tl.constexpr(8), tl.constexpr(MAX_ON_CHIP)
 LINE = 32
 """Threads of a warp, and values of four bytes in a line of the cache."""
@@ -65,13 +64,13 @@ class Stencil:
         reach: rows between planes and values between rows, at least the largest row and column
             offset ``(rr, rc)``.
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
-        offsets: address offset of each move, for the code; empty for windows that loop over the
+        offsets: address offset of each move, for the code; empty where programs loop over the
             table.
         offset: the same as a table, int32.
         fee: cost of each move, float32.
         exact_fee: the same in float64.
         pair_offset: offsets of pairs of opposite moves, each pair once.
-        pair_fee: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
+        pair_fee: cost there and cost back (negative: no such move), float64, ``(2 * pairs,)``.
     """
 
     shape: tuple[int, int, int]
@@ -191,6 +190,7 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
     row = shape[2] + reach[1]
     ends = [0, *(ring[-1] + 1 for ring in moves.rings_apart)]
     offsets = [r * row + c for r, c in moves.offsets]
+    on_chip = block_of(math.prod(shape)) <= MAX_ON_CHIP
     pairs = []
     for k, back in enumerate(moves.reverse):
         if back is None:
@@ -205,12 +205,12 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
         shape,
         reach,
         tuple(ends),
-        tuple(offsets) if len(ends) - 1 <= MAX_RINGS else (),
+        tuple(offsets) if len(ends) - 1 <= MAX_RINGS and on_chip else (),
         table(offsets, torch.int32),
         table(moves.costs, torch.float32),
         table(moves.costs, torch.float64),
         table([p[0] for p in pairs] or [0], torch.int32),
-        table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
+        table([v for p in pairs for v in p[1:]] or [0.0], torch.float64),
     )
 
 
@@ -275,17 +275,16 @@ def pixels(
 def stage_halos(
     ptr, one,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    LINEAR: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Everything around an image that its stencil may touch: no mass there."""
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     GUARD: tl.constexpr = RR * (W + RC) + RC
-    nothing = 0.0 if LINEAR else float("-inf")
     lanes = tl.arange(0, BLOCK) * one
     for first in tl.range(0, STAGED + GUARD, BLOCK):
         spot = first + lanes - GUARD
         halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
-        tl.store(ptr + spot, nothing, mask=halo)
+        tl.store(ptr + spot, 0.0, mask=halo)
 
 
 @triton.jit
@@ -315,78 +314,23 @@ def ring_fees(fee_ptr, ENDS: tl.constexpr):
 
 
 @triton.jit
-def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the
+def ring_sums(ptr, place, own, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+    """For each ring, the sum of the staged values at its ends; ``own`` is the value at the
     centre."""
     rings = (own,)
     for d in tl.static_range(1, len(ENDS) - 1):
-        top = tl.full(own.shape, -3.0e38, own.dtype)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
-        if len(OFFSETS) > 0:
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                top = tl.maximum(top, tl.load(s_ptr + place + OFFSETS[k]))
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                total += tl.exp(tl.load(s_ptr + place + OFFSETS[k]) - top)
-        else:
-            for k in tl.range(ENDS[d], ENDS[d + 1]):
-                top = tl.maximum(top, tl.load(s_ptr + place + tl.load(offset_ptr + k)))
-            for k in tl.range(ENDS[d], ENDS[d + 1]):
-                total += tl.exp(tl.load(s_ptr + place + tl.load(offset_ptr + k)) - top)
-        rings = rings + (top + tl.log(total),)
-    return rings
-
-
-@triton.jit
-def log_moments(rings, fees, psi):
-    """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that
-    moves."""
-    top = rings[0]
-    pivot = tl.zeros_like(top)  # the likeliest cost: moments around it do not cancel
-    for d in tl.static_range(1, len(rings)):
-        score = rings[d] - psi * fees[d]
-        pivot = tl.where(score > top, fees[d], pivot)
-        top = tl.maximum(top, score)
-    stay = tl.exp(rings[0] - top)
-    moving = tl.zeros_like(top)
-    first = -pivot * stay
-    second = pivot * pivot * stay
-    for d in tl.static_range(1, len(rings)):
-        weight = tl.exp(rings[d] - psi * fees[d] - top)
-        apart = fees[d] - pivot
-        moving += weight
-        first += apart * weight
-        second += apart * apart * weight
-    total = stay + moving
-    shift = first / total
-    return (
-        pivot + shift,
-        tl.maximum(second / total - shift * shift, 0.0),
-        top + tl.log(total),
-        moving / total,
-    )
-
-
-@triton.jit
-def ring_sums(b_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """For each ring, the sum of the staged values at its ends."""
-    rings = (own,)
-    for d in tl.static_range(1, len(ENDS) - 1):
-        total = tl.zeros_like(own)
-        if len(OFFSETS) > 0:
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                total += tl.load(b_ptr + place + OFFSETS[k])
-        else:
-            for k in tl.range(ENDS[d], ENDS[d + 1]):
-                total += tl.load(b_ptr + place + tl.load(offset_ptr + k))
+        for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+            total += tl.load(ptr + place + OFFSETS[k])
         rings = rings + (total,)
     return rings
 
 
 @triton.jit
-def sum_moments(rings, fees, psi):
-    """:func:`log_moments` for sums; the normaliser itself instead of its log."""
+def ring_moments(rings, fees, psi):
+    """Mean and variance of the cost of a row, its normaliser, and the share of it that moves."""
     best = rings[0]
-    pivot = tl.zeros_like(best)
+    pivot = tl.zeros_like(best)  # the likeliest cost: moments around it do not cancel
     moving = tl.zeros_like(best)
     for d in tl.static_range(1, len(rings)):
         weight = rings[d] * tl.exp(-psi * fees[d])
@@ -406,78 +350,35 @@ def sum_moments(rings, fees, psi):
 
 
 @triton.jit
-def table_moments(
-    s_ptr, place, own, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr, LINEAR: tl.constexpr
-):  # fmt: skip
-    """The same in one pass over the moves (two in logs), with no rings to remember."""
-    top = own
-    if not LINEAR:
-        for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
-            score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(fee_ptr + k)
-            top = tl.maximum(top, score)
+def table_moments(s_ptr, place, own, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
+    """:func:`ring_moments` in one pass over the table of moves."""
     moving = tl.zeros_like(own)
     first = tl.zeros_like(own)
     second = tl.zeros_like(own)
     for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
         fee = tl.load(fee_ptr + k)
-        end = tl.load(s_ptr + place + tl.load(offset_ptr + k))
-        if LINEAR:
-            weight = end * tl.exp(-psi * fee)
-        else:
-            weight = tl.exp(end - psi * fee - top)
+        weight = tl.load(s_ptr + place + tl.load(offset_ptr + k)) * tl.exp(-psi * fee)
         moving += weight
         first += fee * weight
         second += fee * fee * weight
-    if LINEAR:
-        total = own + moving
-        norm = total
-    else:
-        total = tl.exp(own - top) + moving
-        norm = top + tl.log(total)
+    total = own + moving
     # Nothing cancels in the mean. In the variance it may: that only makes a Newton step a poorer
     # guess.
     mean = first / total
-    return mean, tl.maximum(second / total - mean * mean, 0.0), norm, moving / total
-
-
-@triton.jit
-def moments(
-    rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr,
-    ENDS: tl.constexpr, LINEAR: tl.constexpr,
-):  # fmt: skip
-    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
-        return table_moments(
-            s_ptr, place, rings[0], psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1], LINEAR
-        )
-    elif LINEAR:
-        return sum_moments(rings, fees, psi)
-    else:
-        return log_moments(rings, fees, psi)
-
-
-@triton.jit
-def make_rings(
-    ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr
-):
-    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
-        return (own,)
-    elif LINEAR:
-        return ring_sums(ptr, place, own, offset_ptr, ENDS, OFFSETS)
-    else:
-        return log_rings(ptr, place, own, offset_ptr, ENDS, OFFSETS)
+    return mean, tl.maximum(second / total - mean * mean, 0.0), total, moving / total
 
 
 @triton.jit
 def solve_price(
     x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, fees, offset_ptr, fee_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the
     rows' moments there.
 
     Returns ``(psi, mean, norm, moved)``; with ``given_up`` nothing is computed.
     """
-    rings = make_rings(s_ptr, place, own, offset_ptr, ENDS, OFFSETS, LINEAR)
+    rings = ring_sums(s_ptr, place, own, ENDS, OFFSETS) if len(OFFSETS) > 0 else (own,)
     low = 0.0 * psi - 1.0  # in the precision of psi, which the loop keeps
     high = 0.0 * psi + float("inf")
     mean = tl.zeros_like(own)
@@ -487,9 +388,12 @@ def solve_price(
     # that only ends a loop.
     step = tl.where(given_up, steps + 1, 0)
     while step <= steps:
-        mean, variance, norm, moved = moments(
-            rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS, LINEAR
-        )  # fmt: skip
+        if len(OFFSETS) > 0:
+            mean, variance, norm, moved = ring_moments(rings, fees, psi)
+        else:
+            mean, variance, norm, moved = table_moments(
+                s_ptr, place, own, psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1]
+            )
         if step < steps:
             cost, slope = sum_two(x * mean, x * variance)
             psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, tolerance)

@@ -40,16 +40,6 @@ COLD_PRICE = 10.0
 COST_TOL = 1e-3
 """``psi`` is good enough when the cost lies within this relative distance below the budget."""
 
-REPAIR_COUNTED = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.99, 0.9, 0.5, 0.0)
-"""Per repair sweep, how much of its outflow a column may count on while later sweeps can still
-shrink that outflow.
-
-If it counts on nothing, the bound ``x_j + inflow_j <= hi`` holds for any outflow, so the last sweep
-always succeeds. It also takes away far more than the little that is then left over. Plans are
-linear in ``keep``, so where rows need no repair (``lo <= 0``) the answer lies between the last two:
-just far enough on the way to hold the box.
-"""
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -29,7 +29,6 @@ from wball.kernels.compiled import compiled, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.entropic_plan import (
     COST_TOL,
-    REPAIR_COUNTED,
     EntropicPlan,
     PlanRequest,
     reference,
@@ -37,11 +36,9 @@ from wball.kernels.entropic_plan import (
 from wball.kernels.factors import (
     EXACT,
     SUMS,
-    TINY,
     Box,
     Factors,
     Flat,
-    Schedule,
     correlate,
     receive,
     repair,
@@ -60,7 +57,6 @@ class _Settings(NamedTuple):
     """Settings of all images; see :mod:`wball.kernels.entropic_plan`."""
 
     box: Box
-    schedule: Schedule
     sweeps: int
     newton: int
     cost_tol: float
@@ -114,12 +110,9 @@ def _by_factors(request: PlanRequest) -> EntropicPlan:
     shape = tuple(x.shape)
     # Always the same types: numba would compile another version for an integer.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
-    rounding = 4 * torch.finfo(x.dtype).eps
-    slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
-    counted = np.asarray(REPAIR_COUNTED)
+    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
     settings = _Settings(
-        Box(lo, hi, slack, rounding, TINY),  # a row sends at most what it has, up to rounding
-        Schedule(counted, np.zeros_like(counted)),
+        Box(lo, hi, slack),
         request.sweeps if box is not None else 0,
         request.newton,
         COST_TOL,
@@ -331,7 +324,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
             _rings(work, flat, ring, ones)
             psi = _solve_psi(work, pad, n, psi, budget[m], moves.ring_cost, settings)
         _weights(fee, psi, weight)
-        repair(factors, flat, weight, settings.box, settings.schedule)
+        repair(factors, flat, weight, settings.box)
         answer.cost[m], answer.net[m] = _costs(work, flat, moves.fee_back, psi)
         answer.psi[m] = psi
 

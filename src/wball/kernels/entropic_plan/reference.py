@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
-from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
+from wball.kernels.entropic_plan import COST_TOL, EntropicPlan, PlanRequest
+from wball.kernels.plan_rows import PlanRows, image_sums, into_box, ring_sums, solve_price
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
@@ -47,12 +47,8 @@ def in_own_precision(request: PlanRequest) -> EntropicPlan:
         rings = ring_sums(b + q, moves)
         psi = solve_price(x, rings, moves.ring_cost, budget, psi, newton, lambda psi: COST_TOL)
     plan = PlanRows(x, b + q, psi, rings, moves)
-    # Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied
-    # row may send more than it has, which may be far below hi.
-    rounding, counted = 4 * torch.finfo(x.dtype).eps, REPAIR_COUNTED
-    slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
-    how = Repair(counted, (0.0,) * len(counted), slack, rounding, torch.finfo(x.dtype).tiny)
-    keep, give, sent, received = into_box(plan, lo, hi, how)
+    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
+    keep, give, sent, received = into_box(plan, lo, hi, slack)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     return EntropicPlan(z, *_costs(plan, keep, give), psi, q, keep, give)
 

@@ -5,7 +5,8 @@ Each image is one program. Its rings stay in registers from the first Newton ste
 stops searching for ``psi`` when the price is found, stops sweeping when the box potentials no
 longer change, and stops repairing when the box holds.
 
-Arithmetic is float32 for any input. Sums over an image that are returned are float64.
+Arithmetic is float32; images whose potentials are too wide for it are solved by a second launch
+in float64. Sums over an image that are returned are float64.
 """
 
 # mypy: ignore-errors
@@ -16,27 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.entropic_plan import (
-    COLD_PRICE,
-    COST_TOL,
-    REPAIR_COUNTED,
-    EntropicPlan,
-    PlanRequest,
-)
-from wball.kernels.triton_flows import (
-    exchange,
-    factored_exchange,
-    factored_pair_costs,
-    flows,
-    is_broken,
-    pair_costs,
-    stage_factors,
-    tighten,
-    way_back,
-)
+from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, EntropicPlan, PlanRequest
+from wball.kernels.triton_flows import flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
-    MAX_ON_CHIP,
+    EXACT_RANGE,
     MAX_VALUES,
     RANGE,
     extent,
@@ -51,7 +36,7 @@ from wball.kernels.triton_stencil import (
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves
 
-_REPAIRS, _COLD_PRICE = tl.constexpr(len(REPAIR_COUNTED)), tl.constexpr(COLD_PRICE)
+_COLD_PRICE, _COST_TOL = tl.constexpr(COLD_PRICE), tl.constexpr(COST_TOL)
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -71,17 +56,15 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     psi, q = request.start() if warm else (psi_out, q_out)  # programs that start cold ignore them
     lo, hi = box if box is not None else (0.0, float("inf"))
     slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
-    staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    for linear in (
-        (True, False) if batch else ()
-    ):  # the second solves what the first marks in `wide`
+    for exact in (False, True) if batch else ():  # the second solves what the first marks in `wide`
+        staged = table.stage(2, batch, device, torch.float64 if exact else torch.float32)
         _plan_kernel[(batch,)](
             x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous(), *out,
-            *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1, int(warm), lo, hi, slack,
-            request.sweeps if box is not None else 0, request.newton, float(request.momentum),
-            **table.constants(offsets=table.block <= MAX_ON_CHIP), PAIRS=table.pairs, BOX=box is not None,
-            TOL=COST_TOL, MOMENTUM=request.momentum > 0, LINEAR=linear, WIDEST=RANGE, BLOCK=table.block,
+            *staged, wide, table.offset, table.exact_fee if exact else table.fee, table.pair_offset, table.pair_fee,
+            1, int(warm), lo, hi, slack, request.sweeps if box is not None else 0, request.newton, float(request.momentum),
+            **table.constants(offsets=not exact), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
+            MOMENTUM=request.momentum > 0, EXACT=exact, WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
             num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
     return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
@@ -95,38 +78,36 @@ def _plan_kernel(
     offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
     one, warm, lo, hi, slack, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, MOMENTUM: tl.constexpr,
-    LINEAR: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, GIVES: tl.constexpr, MOMENTUM: tl.constexpr,
+    EXACT: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
+    REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     image = tl.program_id(0).to(tl.int64)
-    if not LINEAR:  # noqa: SIM102, decided when compiling
+    if EXACT:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
             return
     index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
     here = image * N + index
-    b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
-    q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32), 0.0)
-    if LINEAR:
+    b = tl.load(b_ptr + here, mask=real, other=0.0).to(REAL)
+    q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(REAL), 0.0)
+    if not EXACT:
         top, bottom = extent(b + q, real)
         if top - bottom > WIDEST:
             tl.store(wide_ptr + image, 1)
             return
     s_ptr += image * STAGED
     t_ptr += image * STAGED
-    stage_halos(s_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
-    stage_halos(t_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
-    x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
-    budget = tl.load(budget_ptr + image).to(tl.float32)
+    stage_halos(s_ptr, one, C, H, W, RR, RC, BLOCK)
+    stage_halos(t_ptr, one, C, H, W, RR, RC, BLOCK)
+    x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
+    budget = tl.load(budget_ptr + image).to(REAL)
     before = q
-    psi = tl.where(warm > 0, tl.load(psi_ptr + image).to(tl.float32), _COLD_PRICE)
-    keep = tl.full([BLOCK], 1.0, tl.float32)
-    give = tl.full([BLOCK], 1.0, tl.float32)
+    psi = tl.where(warm > 0, tl.load(psi_ptr + image).to(REAL), _COLD_PRICE)
     fees = ring_fees(fee_ptr, ENDS)
 
-    # s and t are the column and row terms of a move: added in logs, multiplied without.
+    # s and t are the column and row terms of a move.
     s = b + q
     t = x
     sent = x
@@ -134,45 +115,25 @@ def _plan_kernel(
     wide = False
     sweep = 0
     while sweep <= sweeps:
-        s = b + q
-        if LINEAR:
-            top, bottom = extent(s, real)
-            wide = wide | (top - bottom > WIDEST)
-            s = tl.where(real, tl.exp(s - top), 1.0)
-        tl.debug_barrier()
-        tl.store(s_ptr + place, s, mask=real)
-        tl.debug_barrier()
-        psi, _, norm, moved = solve_price(
-            x,
-            s,
-            psi,
-            budget,
-            TOL,
-            newton,
-            wide,
-            s_ptr,
-            place,
-            fees,
-            offset_ptr,
-            fee_ptr,
-            ENDS,
-            OFFSETS,
-            LINEAR,
-        )
-        if LINEAR:
-            t = x / norm
-            stay = t * s
+        top, bottom = extent(b + q, real)
+        if EXACT:
+            q = tl.maximum(q, top - WIDEST - b)
         else:
-            t = tl.log(x) - norm  # -inf where the row is empty
-            stay = tl.exp(t + s)
+            wide = wide | (top - bottom > WIDEST)
+        s = tl.where(real, tl.exp(b + q - top), 1.0)
+        stage(s_ptr, place, s, real)
+        psi, _, norm, moved = solve_price(
+            x, s, psi, budget, _COST_TOL, newton, wide,
+            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS,
+        )  # fmt: skip
+        t = x / norm
         sent = x * moved
-        tl.store(t_ptr + place, t, mask=real)
-        tl.debug_barrier()
-        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
+        stage(t_ptr, place, t, real)
+        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
-                z = tl.maximum(stay + received, 1e-12)
+                z = tl.maximum(t * s + received, 1e-12)
                 shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
                 still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
@@ -184,56 +145,24 @@ def _plan_kernel(
                     q = shift
                 if still:
                     sweep = sweeps + 1
-    if LINEAR:
+    if not EXACT:
         tl.store(wide_ptr + image, wide.to(tl.int32))
-    else:
-        # In logs flows are off by the rounding of their exponents: count as sent the very numbers
-        # that arrive.
-        sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
-
-    z = x - sent + received
-    over, under = is_broken(z, x, lo, hi, slack, real)
-    broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
-    repair = 0
-    while (repair < _REPAIRS) & (broken > 0):
-        tighter, give = tighten(
-            x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0
-        )
-        if LINEAR:
-            stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real)
-            next_sent, received = exchange(
-                s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS
-            )
-        else:
-            _write_factors(keep_out, give_out, tighter, give, real, here)
-            next_sent, received = factored_exchange(
-                s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, psi,
-                offset_ptr, fee_ptr, W, RR, RC, MOVES,
-            )  # fmt: skip
-        way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
-        way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
-        keep += way * (tighter - keep)
-        sent += way * (next_sent - sent)
-        z = x - give * sent + keep * received
-        over, under = is_broken(z, x, lo, hi, slack, real)
-        broken = tl.max((over | under).to(tl.int32), 0)
-        repair += 1
-    _write_factors(keep_out, give_out, keep, give, real, here)
-    if LINEAR:
-        stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real)
-        cost, net = pair_costs(
-            s_ptr, t_ptr, place, s * keep, t * give, psi, pair_offset_ptr, pair_fee_ptr, PAIRS
-        )
-    else:
-        cost, net = factored_pair_costs(
-            s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, keep, give,
-            psi, pair_offset_ptr, pair_fee_ptr, W, RR, RC, PAIRS,
-        )  # fmt: skip
+    keep, give, sent, arrived = repair(
+        x, s, t, sent, received, s_ptr, place, real, psi, fees,
+        offset_ptr, fee_ptr, lo, hi, tl.where(wide, float("inf"), slack), ENDS, OFFSETS, GIVES,
+    )  # fmt: skip
+    stage(s_ptr, place, s * keep, real)
+    stage(t_ptr, place, t * give, real)
+    cost, net = pair_costs(
+        s_ptr, t_ptr, place, s * keep, t * give, psi, pair_offset_ptr, pair_fee_ptr, PAIRS
+    )
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
     tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))
     tl.store(psi_out + image, psi)
-    tl.store(z_out + here, tl.minimum(tl.maximum(z, lo), hi), mask=real)
+    tl.store(z_out + here, tl.minimum(tl.maximum(x + (arrived - sent), lo), hi), mask=real)
     tl.store(q_out + here, q, mask=real)
+    tl.store(keep_out + here, keep, mask=real)
+    tl.store(give_out + here, give, mask=real)
 
 
 @triton.jit
@@ -243,19 +172,3 @@ def _ahead(q, new, before, momentum):
     ahead = new + momentum * (new - before)
     ahead = tl.where(new < 0.0, tl.minimum(ahead, 0.0), tl.minimum(tl.maximum(ahead, 0.0), 50.0))
     return tl.where((new != 0.0) & ((new - q) * (new - before) >= 0.0), ahead, new)
-
-
-@triton.jit
-def _write_factors(keep_out, give_out, keep, give, real, here):
-    """Where the result has them, and where passes in logs read them."""
-    tl.debug_barrier()
-    tl.store(keep_out + here, keep, mask=real)
-    tl.store(give_out + here, give, mask=real)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _counted(repair):
-    """``REPAIR_COUNTED[repair]``."""
-    late = tl.where(repair == 6, 0.99, tl.where(repair == 7, 0.9, tl.where(repair == 8, 0.5, 0.0)))
-    return tl.where(repair < 6, 1.0, late)

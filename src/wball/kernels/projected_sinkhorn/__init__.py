@@ -81,23 +81,12 @@ FIRST, LEAST = 0.5, 0.02
 """An image offers its plan when the estimate is below ``FIRST`` times the tolerance, halved after
 each offer down to ``LEAST`` times the tolerance."""
 
-ROUNDS = 40
+ROUNDS = 8
 """Largest number of offers of an image."""
 
 EXCESS = 10.0
 """Cost of mass above the box in the estimate of the gap, in units of its price: a repair sends it
 back unspent."""
-
-REPAIR_SWEEPS, OVERSHOOT, FROM_SWEEP = 40, 1.0, 2
-"""Sweeps of a repair. From ``FROM_SWEEP`` on, pixels above ``hi`` send back twice their excess:
-mass that circulates among full pixels would take long to vanish otherwise."""
-
-SCHEDULE = (
-    tuple(float(sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
-    tuple(OVERSHOOT * (FROM_SWEEP <= sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
-)
-"""For each sweep of a repair: the share of the mass sent that a pixel counts on, and the
-overshoot."""
 
 SLACK, EXACT_SLACK = 5e-7, 1e-12
 """Mass above ``hi`` that float32 and float64 may leave. It is cut off, and is far below the

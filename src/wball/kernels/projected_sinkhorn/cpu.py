@@ -20,7 +20,7 @@ import torch
 
 from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
-from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
+from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, correlate, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
@@ -34,7 +34,6 @@ from wball.kernels.projected_sinkhorn import (
     PARTS,
     PSI_TOL,
     ROUNDS,
-    SCHEDULE,
     SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
@@ -70,7 +69,6 @@ class _Settings(NamedTuple):
     """Settings of the whole batch."""
 
     box: Box
-    schedule: Schedule
     tol: float
     max_iter: int
 
@@ -102,9 +100,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     lo, hi = problem.ends
     dtype = torch.float64 if factors else x.dtype
     slack = problem.unit * (SLACK if dtype == torch.float32 else EXACT_SLACK)
-    schedule = Schedule(*(np.asarray(column) for column in SCHEDULE))
-    box = Box(lo, hi, slack, 0.0, slack)
-    settings = _Settings(box, schedule, float(problem.tol), max(problem.max_iter, 1))
+    settings = _Settings(Box(lo, hi, slack), float(problem.tol), max(problem.max_iter, 1))
     u, psi = problem.start()
     given = [
         t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy()
@@ -148,7 +144,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
     """The factors of the repaired plan; ``SENT`` and ``RECEIVED`` are what is then exchanged."""
     pad, n = flat.pad, flat.n
-    repair(f, flat, weight, settings.box, settings.schedule)
+    repair(f, flat, weight, settings.box)
     keep, give = work[KEEP, pad : pad + n], work[GIVE, pad : pad + n]
     sent, received = work[SENT, pad : pad + n], work[RECEIVED, pad : pad + n]
     for i in range(n):

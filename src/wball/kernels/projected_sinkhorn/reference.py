@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wball.batch import largest, per_image
-from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
+from wball.kernels.plan_rows import PlanRows, image_sums, into_box, ring_sums, solve_price
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
     EXACT_SLACK,
@@ -29,7 +29,6 @@ from wball.kernels.projected_sinkhorn import (
     PARTS,
     PSI_TOL,
     ROUNDS,
-    SCHEDULE,
     SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
@@ -111,8 +110,7 @@ class _Search:
         self.lo, self.hi = problem.ends
         self.least = math.log(self.lo) if self.lo > 0 else -math.inf
         exact = problem.factors or problem.x.dtype == torch.float64
-        slack = problem.unit * (EXACT_SLACK if exact else SLACK)
-        self.repair = Repair(*SCHEDULE, slack, 0.0, slack)
+        self.slack = problem.unit * (EXACT_SLACK if exact else SLACK)
         x, w, u, psi = (
             t.detach().to(torch.float64) for t in (problem.x, problem.w, *problem.start())
         )
@@ -229,7 +227,7 @@ class _Search:
         done."""
         everyone, s = self.images, self.images.take(index)
         rows = PlanRows(s.x, s.beta, s.price, ring_sums(s.beta, self.moves), self.moves)
-        keep, give, _, received = into_box(rows, self.lo, self.hi, self.repair)
+        keep, give, _, received = into_box(rows, self.lo, self.hi, self.slack)
         sent, paid = rows.spent(keep)
         cost = image_sums(give * paid)
         scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)

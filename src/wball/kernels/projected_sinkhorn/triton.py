@@ -14,15 +14,13 @@ what ``f`` has along each ``d`` is removed by going along its ``s``:
     \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
 
 (conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve).
-Where the gap rises, the memory is dropped, and later steps are scaled by less. Sweeps in float64
-and in logs are few, and have no memory.
+Where the gap rises, the memory is dropped, and later steps are scaled by less.
 
-Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials
-grow too wide to do without logs (large ``lambda``) are noted by a first launch, wherever they get
-to, and continued by a second. Where the plan itself is wanted (``factors``), that second launch is
-the same program in float64 for all images: a few more sweeps, then point, plan, cost and gap of the
-same numbers, to the last bit. So it is for float64 images. Only potentials wider than float64's
-range are beyond it; such images come back with an infinite gap.
+Sweeps are float32, and the gap is a sum of small terms, added in float64. A second launch of the
+same program in float64 continues images whose potentials are too wide for float32 (large
+``lambda``). Where the plan itself is wanted (``factors``), or images are float64, it continues all
+images: a few more sweeps, then point, plan, cost and gap of the same numbers, to the last bit.
+Potentials too wide for float64 are raised to its range, and the sweeps end there.
 """
 
 # mypy: ignore-errors
@@ -41,24 +39,24 @@ from wball.kernels.projected_sinkhorn import (
     EXCESS,
     FAR,
     FIRST,
-    FROM_SWEEP,
     LEAST,
     LESS,
     MARGIN,
-    OVERSHOOT,
     PARTS,
     PSI_TOL,
-    REPAIR_SWEEPS,
+    ROUNDS,
     SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
 )
-from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
+from wball.kernels.triton_flows import flows, repair, stage
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
+    EXACT_RANGE,
     INTERPRETED,
     MAX_ON_CHIP,
+    MAX_VALUES,
     RANGE,
     extent,
     pixels,
@@ -73,26 +71,8 @@ from wball.kernels.triton_stencil import (
 )
 from wball.moves import Moves
 
-MAX_VALUES = 16384
-"""Larger images do not fit in one program."""
-
-EXACT_RANGE = 600.0
-"""Potentials that differ by no more than this over an image need no logs in float64."""
-
-ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.9
-"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below
-what it may resolve."""
-
-ROUGH_SLACK = 5e-8
-"""What float32 may leave above ``hi`` for float64 to repair: the gain of a full pixel is known to
-that."""
-
-PATIENCE, RESOLVED = 30, 3e-5
-"""Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it
-resolves for sure."""
-
-ROUNDS = 8
-"""Largest number of offers of an image: few, because the host has a fallback for the others."""
+RESOLVED = 3e-5
+"""Relative gap that float32 resolves for sure. Smaller ones are left to float64."""
 
 REMEMBERED = 3
 ROWS = 1 + 2 * REMEMBERED
@@ -101,14 +81,9 @@ their steps. The change of the last sweep is kept in float32, and so is where it
 be the potential's place."""
 
 _FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(LEAST)
-_ROUNDS, _REPAIRS = tl.constexpr(ROUNDS), tl.constexpr(REPAIR_SWEEPS)
-_PSI_TOL = tl.constexpr(PSI_TOL)
-_OVERSHOOT, _FROM_SWEEP = tl.constexpr(OVERSHOOT), tl.constexpr(FROM_SWEEP)
-_PARTS = tl.constexpr(PARTS)
+_ROUNDS, _PSI_TOL, _PARTS = tl.constexpr(ROUNDS), tl.constexpr(PSI_TOL), tl.constexpr(PARTS)
 _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
 _DOUBT, _DEPENDENT = tl.constexpr(DOUBT), tl.constexpr(1e-5)
-_RESOLVED = tl.constexpr(RESOLVED)
-_REPAIRS_AGAIN = tl.constexpr(12)
 _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
     tl.constexpr(WIDEST_MARGIN),
     tl.constexpr(FAR),
@@ -125,61 +100,42 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    x, box, tau, tol = problem.x.contiguous(), problem.box, problem.tau, problem.tol
+    x, tau, tol = problem.x.contiguous(), problem.tau, problem.tol
     table = stencil(problem.moves, x)
     batch, device = x.shape[0], x.device
     lo, hi = problem.ends
     doubly = problem.factors or x.dtype == torch.float64
-    gives = (
-        lo > 0 or not doubly
-    )  # rows keep what they have but for lo > 0, and what passes in logs round
+    gives = lo > 0  # rows keep what they have otherwise
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
-    u_out, kept = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=torch.float32)
-    z = kept if doubly else torch.empty_like(x, dtype=out)  # float64 makes its own
+    z, u_out = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=out)
+    keep = torch.empty_like(x, dtype=work)
+    give = torch.empty_like(keep) if gives else keep  # not touched
     # objective, gap, allowed gap, cost, residual, scale of what moves
     numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
     psi_out = torch.empty(batch, dtype=work, device=device)
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
-    rough, rough_slack = (
-        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (max(tol, RESOLVED), SLACK)
-    )
-    keep, give = (
-        kept,
-        torch.empty_like(kept) if gives else kept,
-    )  # not touched where rows keep what they have
-    for first in (True, False) if batch else ():
-        exact = doubly and not first
-        start = (u_out, psi_out)
-        if first:
-            u, psi = problem.start()
-            start = (u.contiguous(), psi)
-            memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
-            recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
-        if exact:
-            z, keep = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=torch.float64)
-            give = torch.empty_like(keep) if gives else keep
+    u, psi = problem.start()
+    start = (u.contiguous(), psi)
+    memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
+    recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
+    for exact in (False, True) if batch else ():
         (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
+        slack = EXACT_SLACK if exact and doubly else SLACK
         _projection_kernel[(batch,)](
-            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
-            memory, recent, table.offset, table.exact_fee if exact else table.fee,
-            _limits((lo, hi), device), 1, (EXACT_SLACK if exact else rough_slack) * problem.unit,
-            tol if exact else rough, MARGIN * tol, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
-            # Where few sweeps are made, or by many values, the moves are looped over: faster to
-            # compile.
-            **table.constants(offsets=first and table.block <= MAX_ON_CHIP),
-            GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
-            POINT=not (doubly and first),
-            REPAIRED=box is not None or not (first or exact),
-            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
+            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
+            staged, wide, memory, recent, table.offset, table.exact_fee if exact else table.fee,
+            _limits((lo, hi), device), 1, slack * problem.unit, tol if exact else max(tol, RESOLVED), MARGIN * tol,
+            problem.max_iter, batch, **table.constants(offsets=not exact),
+            GIVES=gives, EXACT=exact, EVERY=doubly, WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
             num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
         )  # fmt: skip
-        memory = recent = staged = wide  # the memory of float32 goes before that of float64 comes
+        start = (u_out, psi_out)
     objective, gap, allowed, cost, residual, scale = numbers.unbind()
     plan = (None, None)
     if problem.factors:
-        plan = keep.to(work), give.to(work) if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
+        plan = keep, give if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
     return ProjectedSinkhorn(
         z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter, *plan
     )
@@ -247,52 +203,15 @@ def _misfit(w, u, z, lo, hi):
     return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
 
 
-@triton.jit
-def _stage(ptr, place, values, real):
-    """Let the neighbours see them."""
-    tl.debug_barrier()
-    tl.store(ptr + place, values, mask=real)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _exchanged(
-    ptr, factor_ptr, place, index, real, theirs, own, factor, toward: tl.constexpr, price, fees,
-    offset_ptr, fee_ptr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PAID: tl.constexpr = False,
-):  # fmt: skip
-    """What each pixel exchanges by its ``own`` terms with those around, whose terms and factors are
-    staged for it.
-
-    With column terms and ``toward=1``: what it would send if its own factor were 1. With row terms
-    and ``toward=-1``: what it would receive. In logs, factors are read from plain images, so that
-    both are sums of the same numbers.
-    """
-    if LINEAR:
-        _stage(ptr, place, theirs * factor, real)
-        return flows(
-            ptr, place, own, toward, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR, PAID
-        )
-    else:
-        tl.debug_barrier()
-        tl.store(factor_ptr + index, factor, mask=real)
-        _stage(ptr, place, theirs, real)
-        return factored_flows(
-            ptr, factor_ptr, place, index, real, own, toward, price, offset_ptr, fee_ptr,
-            W, RR, RC, ENDS[len(ENDS) - 1], PAID,
-        )  # fmt: skip
-
-
-@kernel("one", "max_iter", "patience", "batch", "tol", "margin_tol")
+@kernel("one", "max_iter", "batch", "tol", "margin_tol")
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
-    s_ptr, wide_ptr, kept_ptr, memory_ptr, recent_ptr,
+    s_ptr, wide_ptr, memory_ptr, recent_ptr,
     offset_ptr, fee_ptr,
-    box_ptr, one, slack, tol, margin_tol, max_iter, patience, batch,
+    box_ptr, one, slack, tol, margin_tol, max_iter, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
-    REMEMBERS: tl.constexpr, POINT: tl.constexpr,
+    OFFSETS: tl.constexpr, GIVES: tl.constexpr, EXACT: tl.constexpr, EVERY: tl.constexpr,
     WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
@@ -300,20 +219,18 @@ def _projection_kernel(
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     RESOLUTION: tl.constexpr = _RESOLUTION * (2.0**-52 if EXACT else 2.0**-23)
     image = tl.program_id(0).to(tl.int64)
-    if not LINEAR:  # noqa: SIM102, decided when compiling
+    if EXACT and not EVERY:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
             return
     index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
     here = image * N + index
     s_ptr += image * STAGED
     keep_out += image * N
-    kept_ptr += image * N
     if GIVES:
         give_out += image * N
-    if REMEMBERS:
-        memory_ptr += image * (_ROWS * N)
-        recent_ptr += image * N
-    stage_halos(s_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
+    memory_ptr += image * (_ROWS * N)
+    recent_ptr += image * N
+    stage_halos(s_ptr, one, C, H, W, RR, RC, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
     u = tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
@@ -334,46 +251,37 @@ def _projection_kernel(
 
     beta = u / tau
     price = psi / tau
-    begun = 0 if LINEAR and not EXACT else tl.load(n_iter_out + image)
+    begun = tl.load(n_iter_out + image) if EXACT else 0
     n_iter = 0
     offers = 0
     target = tl.maximum(tol * _FIRST - margin_tol, tol * _LEAST)
     scale = at_centre.to(REAL)
     done = single
     wide = False
-    left = False
     lowest = 0.0 * psi + float("inf")
-    best = lowest
-    since = 0
     sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
     margin = 0.0 * psi
     bold = 0.0 * psi + 1.0
     while (n_iter < max_iter) & (done == False):
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
-        s = beta
-        top = 0.0
-        if LINEAR:
-            top, bottom = extent(beta, real)
-            wide = top - bottom > WIDEST
-            s = tl.where(real, tl.exp(beta - top), 1.0)
-        _stage(s_ptr, place, s, real)
+        top, bottom = extent(beta, real)
+        wide = top - bottom > WIDEST
+        if EXACT:
+            beta = tl.maximum(beta, top - WIDEST)
+        s = tl.where(real, tl.exp(beta - top), 1.0)
+        stage(s_ptr, place, s, real)
         worth = tl.maximum(tau * price * budget, 1.2e-38)
         miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, RESOLUTION), _PSI_TOL)
+        given_up = False if EXACT else wide
         price, mean, norm, moved = solve_price(
-            x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), wide,
-            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR,
+            x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), given_up,
+            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS,
         )  # fmt: skip
-        if LINEAR:
-            t = x / norm
-            log_sum = tl.log(norm) + top
-        else:
-            t = tl.log(x) - norm  # -inf where the row is empty
-            log_sum = norm
-        _stage(s_ptr, place, t, real)
-        received = flows(
-            s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
-        )
+        t = x / norm
+        log_sum = tl.log(norm) + top
+        stage(s_ptr, place, t, real)
+        received = flows(s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
 
         # Columns. What a pixel gains is small: so far from the box it is known better than the
         # column itself.
@@ -417,85 +325,19 @@ def _projection_kernel(
         lowest = tl.where(misled, estimate, tl.minimum(lowest, estimate))
         bold *= tl.where(misled, _LESS, 1.0)
         new = tl.where(real, _scaled(beta, new, columns + heat_here, resists, bold), 0.0)
-        if wide:
+        last = n_iter == max_iter
+        if EXACT:
+            last = last | wide
+        if given_up:
             done = True
-        elif (estimate <= target * scale) | (n_iter == max_iter):
-            # Into the box.
-            keep = tl.full([BLOCK], 1.0, REAL)
-            give = tl.full([BLOCK], 1.0, REAL)
-            stayed = x * (1.0 - moved)
-            raw_sent = x * moved
-            raw_received = received
-            repairs = _REPAIRS
-            if EXACT and REPAIRED:  # noqa: SIM102, decided when compiling
-                if offers == 0:  # float32 has repaired this plan, up to its rounding
-                    keep = tl.load(kept_ptr + index, mask=real, other=1.0).to(REAL)
-                    raw_sent = _exchanged(
-                        s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
-                        offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
-                    )  # fmt: skip
-                    repairs = _REPAIRS_AGAIN
-            if (
-                not LINEAR
-            ):  # the very numbers that arrive, which are off by the rounding of their exponents
-                raw_sent = _exchanged(
-                    s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
-                    offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
-                )  # fmt: skip
-            sent = raw_sent
-            arrived = keep * raw_received
-            net = arrived - sent
-            if REPAIRED:
-                above, below = _outside(net, x, lo, hi, slack, real, LINEAR)
-                broken = tl.max((above | below).to(tl.int32), 0)
-                repair = 0
-                while (repair <= repairs) & (broken > 0):
-                    final = repair == repairs
-                    more = tl.where(final | (repair < _FROM_SWEEP), 0.0, _OVERSHOOT)
-                    tighter_keep, tighter_give = tighten(
-                        x,
-                        raw_sent,
-                        raw_received,
-                        keep,
-                        give,
-                        above,
-                        below,
-                        lo,
-                        hi,
-                        tl.where(final, 0.0, 1.0),
-                        more,
-                    )
-                    raw_sent = _exchanged(
-                        s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, fees,
-                        offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
-                    )  # fmt: skip
-                    if GIVES:
-                        raw_received = _exchanged(
-                            s_ptr, give_out, place, index, real, t, s, tighter_give, -1, price, fees,
-                            offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
-                        )  # fmt: skip
-                    next_sent = tighter_give * raw_sent
-                    next_arrived = tighter_keep * raw_received
-                    mix = tl.max(
-                        way_back(
-                            (x - hi) + net, (x - hi) + (next_arrived - next_sent), 0.0, slack, real
-                        ),
-                        0,
-                    )
-                    mix = tl.where(final & (lo == 0.0), mix, 1.0)
-                    sent += mix * (next_sent - sent)
-                    arrived += mix * (next_arrived - arrived)
-                    keep += mix * (tighter_keep - keep)
-                    give += mix * (tighter_give - give)
-                    net = arrived - sent
-                    above, below = _outside(net, x, lo, hi, slack, real, LINEAR)
-                    broken = tl.max((above | below).to(tl.int32), 0)
-                    repair += 1
-            # Within the budget.
-            paid = _exchanged(
-                s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
-                offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR, True,
+        elif (estimate <= target * scale) | last:
+            keep, give, sent, arrived = repair(
+                x, s, t, x * moved, received, s_ptr, place, real, price, fees,
+                offset_ptr, fee_ptr, lo, hi, slack, ENDS, OFFSETS, GIVES,
             )  # fmt: skip
+            # Within the budget.
+            stage(s_ptr, place, s * keep, real)
+            paid = flows(s_ptr, place, t, 1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
             spent = _total(give * paid, real)
             shrink = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
             spent *= shrink
@@ -507,7 +349,7 @@ def _projection_kernel(
             divergence = _total(
                 _x_log_y(arrived, keep)
                 + _x_log_y(sent, give)
-                + _x_log_y(stay, stay / tl.maximum(stayed, 1.2e-38))
+                + _x_log_y(stay, stay / tl.maximum(x * (1.0 - moved), 1.2e-38))
                 + sent * tl.log(shrink.to(REAL)),
                 real,
             )
@@ -522,67 +364,33 @@ def _projection_kernel(
             allowed = tol * tl.maximum(distance_exact, _PARTS * (distance_exact - entropy_exact))
             allowed += tol * tol * at_centre
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
-            if POINT:
-                tl.store(z_out + here, z, mask=real)
+            tl.store(z_out + here, z, mask=real)
             tl.store(keep_out + index, keep, mask=real)
             if GIVES:
                 tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
             objective = distance_exact + entropy_exact + at_rest
             _note(numbers_out + image, batch, objective, gap, allowed, spent, residual, shrink)
             offers += 1
-            if REMEMBERS:  # what float32 cannot spend for want of a finer price, float64 will
-                gap -= tl.where(
-                    patience < max_iter,
-                    heat * value * tl.minimum(budget_exact - spent, RESOLUTION * budget_exact),
-                    0.0,
-                )
-            done = (gap <= allowed) | (offers == _ROUNDS) | (n_iter == max_iter)
+            done = (gap <= allowed) | (offers == _ROUNDS) | last
             target = tl.maximum(0.5 * target, tol * _LEAST)
-        if REMEMBERS:
-            since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
-            best = tl.minimum(best, estimate)
-            left = (since >= patience) & (done == False)
-            trusted = (n_iter > 1) & (misled == False)
-            following, sizes = _conjugate(
-                memory_ptr,
-                recent_ptr,
-                u_out + image * N,
-                index,
-                real,
-                beta,
-                new,
-                resists,
-                n_iter,
-                sizes,
-                trusted,
-                N,
-            )
-            done = done | left
-            beta = tl.where(done, beta, following)
-        else:
-            beta = tl.where(done, beta, new)
-    if LINEAR:
+        trusted = (n_iter > 1) & (misled == False)
+        following, sizes = _conjugate(
+            memory_ptr, recent_ptr, u_out + image * N, index, real,
+            beta, new, resists, n_iter, sizes, trusted, N,
+        )  # fmt: skip
+        beta = tl.where(done, beta, following)
+    if not EXACT:
         tl.store(wide_ptr + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
-        if REMEMBERS:  # noqa: SIM102, decided when compiling
-            if (
-                wide | left
-            ):  # where the next launch takes over, with a plan that is not repaired yet
-                tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
     tl.store(n_iter_out + image, begun + n_iter)
     tl.store(u_out + here, tau * beta, mask=real)  # of a single point: tau is 1
     tl.store(psi_out + image, tau * price)
-    still = single  # a ball of one point, or an image that is left to others: nothing moves
-    if EXACT:
-        still = single | wide
-    if still:
-        if POINT:
-            tl.store(z_out + here, x, mask=real)
+    if single:
+        tl.store(z_out + here, x, mask=real)
         tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
         if GIVES:
             tl.store(give_out + index, tl.zeros([BLOCK], REAL), mask=real)
-        gap = tl.where(single, 0.0, float("inf"))
-        _note(numbers_out + image, batch, at_centre + at_rest, gap, tol * at_centre, 0.0, 0.0, 0.0)
+        _note(numbers_out + image, batch, at_centre + at_rest, 0.0, tol * at_centre, 0.0, 0.0, 0.0)
 
 
 @triton.jit
@@ -647,9 +455,7 @@ def _conjugate(
     if remember:
         metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
         d0 = change - tl.load(recent_ptr + index, mask=real, other=0.0)
-        s0 = tl.where(
-            real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(tl.float32), 0.0
-        )
+        s0 = tl.where(real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(new.dtype), 0.0)
         one, two, three = (
             1 + (slot + _REMEMBERED - 1) % _REMEMBERED,
             1 + (slot + 1) % _REMEMBERED,
@@ -692,15 +498,6 @@ def _conjugate(
     tl.store(recent_ptr + index, change, mask=real)
     tl.store(end_ptr + index, new, mask=real)
     return following, (size1, size2, size3)
-
-
-@triton.jit
-def _outside(net, x, lo, hi, slack, real, LINEAR: tl.constexpr):
-    """The columns above the box, and those below it, where pixels gain ``net``."""
-    if LINEAR:
-        return ((x - hi) + net > slack) & real, ((lo - x) - net > slack) & real
-    else:
-        return is_broken(x + net, x, lo, hi, slack, real)
 
 
 @triton.jit
