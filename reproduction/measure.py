@@ -58,7 +58,6 @@ def evaluated(
             "seed": shop.settings.seed,
             "name": subject.name,
         }
-        options["keep"] = "none"  # audited, counted, and not looked at again
         try:
             result = evaluate(subject.model, x, y, ball, radii, attack, **options)
         except ValueError as error:  # perhaps a damaged file

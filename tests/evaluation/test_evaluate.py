@@ -499,7 +499,6 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
         (TypeError, "Module", {"model": lambda z: model(z), "certify": True}),
         (NotADirectoryError, "is a file", {"out": tmp_path / "file"}),
         (TypeError, "nmae", {"nmae": "mine"}),
-        (ValueError, "keep", {"keep": "some"}),
         (ValueError, "batch_size", {"batch_size": 0}),
         (ValueError, "seed", {"seed": 2**63}),
     ]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import wball
-from wball.evaluation import Evaluation, evaluate, load_evaluation
+from wball.evaluation import Evaluation, evaluate
 from wball.evaluation.stream import open_stream
 from wball.provenance import fingerprint
 
@@ -195,20 +195,6 @@ def test_fingerprints_are_those_of_the_tensors() -> None:
     assert digest == fingerprint(x.float() / 255, y) and torch.equal(labels, y)
 
 
-@pytest.mark.parametrize(("keep", "count"), [("all", None), ("sample", None), ("none", 0)])
-def test_examples_that_are_kept(
-    tmp_path: Path, keep: Any, count: int | None, in_memory: Path
-) -> None:
-    _, x, y = problem()
-    result = run(x.float() / 255, y, tmp_path, keep=keep)
-    whole = load_evaluation(in_memory)
-    assert result.summary() == whole.summary() and result.settings["keep"] == keep
-    assert len(result.examples["index"]) == (
-        len(whole.examples["index"]) if count is None else count
-    )
-    assert result.report(tmp_path / "r.html").stat().st_size > 0
-
-
 def test_too_many_examples_are_sampled_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,11 +204,7 @@ def test_too_many_examples_are_sampled_and_that_is_said(
     with pytest.warns(UserWarning, match="a sample of 3 is stored"):
         result = run(x.float() / 255, y, tmp_path)
     kept = result.examples["index"]
-    assert (
-        len(kept) == 3
-        and bool((result.images["read_as"][kept] >= 0).all())
-        and result.settings["keep"] == "sample"
-    )
+    assert len(kept) == 3 and bool((result.images["read_as"][kept] >= 0).all())
 
 
 def test_data_and_ball_are_enough() -> None:
@@ -356,6 +338,5 @@ def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
         attack=attack,
         batch_size=10,
         out=tmp_path,
-        keep="none",
     )
     assert most <= 300  # the survey and the gallery read 64 and 200 at once

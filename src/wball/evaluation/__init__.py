@@ -1,6 +1,5 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
-from wball.evaluation.doubts import EvaluationWarning
 from wball.evaluation.folder import OtherSettings
 from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
@@ -8,9 +7,14 @@ from wball.evaluation.requirements import (
     Decision,
     Requirement,
     confidence_interval,
-    exit_code,
 )
-from wball.evaluation.result import CurvePoint, Evaluation, load_evaluation
+from wball.evaluation.result import (
+    CurvePoint,
+    Evaluation,
+    EvaluationWarning,
+    exit_code,
+    load_evaluation,
+)
 from wball.evaluation.run import Options, evaluate
 from wball.storage.atomic import FolderInUse
 

@@ -32,7 +32,6 @@ from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.doubts import EvaluationWarning, as_warnings, misclassified, model_signs
 from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation
 from wball.evaluation.stream import Stream
-from wball.memory import free_bytes
 from wball.model import Model, as_found, ask, full_precision, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
@@ -42,13 +41,11 @@ from wball.storage.pixels import as_bytes, as_pixels
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 """Pixels per batch, so that large images fit into memory."""
-GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
-"""Smaller batches leave a GPU waiting for kernel launches. A batch of this size may have more
-pixels, if the model's gradients take at most this share of the free memory."""
+GPU_BATCH, GPU_MOST = 256, 40_000_000
+"""Smaller batches leave a GPU waiting for kernel launches: a batch of this size may have more
+pixels. Attacks halve batches that do not fit into memory."""
 IMAGES = {"adversarial", "logits"}
 """What a batch stores beside the columns of the result."""
-PROBED = 4
-"""Images used to measure how much memory the model takes."""
 ROUNDING, DRIFT = 1e-4, 1e-2
 """Relative error of logits in a batch of another size, and the share of their spread that
 nondeterministic kernels may change."""
@@ -360,11 +357,11 @@ class Batches:
         whole["radius"] = self._smallest_radius(whole)
         x, y = self.data.take(slice(0, self.size))
         doubts, remarks = as_warnings(merged(findings), model_signs(self.model, x, y))
-        index, kept = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
+        index = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
         pairs = [self.pairs(part) for part in index.split(self.size)]
         original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         return Evaluation(
-            {**self.settings, "keep": kept},
+            self.settings,
             origin,
             {name: whole[name] for name in COLUMNS},
             tuple(rejected),
@@ -404,24 +401,19 @@ class Batches:
             found.append(self._finished(batch)[0]["adversarial"][inside])
         return original, torch.cat(found)
 
-    def _kept(self, found: Tensor) -> tuple[Tensor, str]:
-        """Which examples to store: all, a sample, or none."""
-        keep, image = self.settings["keep"], self.data.first[:1]
+    def _kept(self, found: Tensor) -> Tensor:
+        """The examples to store: all, or a sample if they take more than a gigabyte."""
+        image = self.data.first[:1]
         pair = 2 * (image.numel() if self.attack.levels == 256 else image.nbytes)
+        if len(found) * pair <= KEEP_BYTES:
+            return found
         most = max(1, SAMPLE_BYTES // pair)
-        if keep is None and len(found) * pair > KEEP_BYTES:
-            keep = "sample"
-            warnings.warn(
-                f"the {len(found)} examples take more than a gigabyte: a sample of {most} is "
-                "stored; keep='all' stores all of them",
-                stacklevel=2,
-            )
-        if keep == "none":
-            return found[:0], "none"
-        if keep != "sample":
-            return found, "all"
+        warnings.warn(
+            f"the {len(found)} examples take more than a gigabyte: a sample of {most} is stored",
+            stacklevel=2,
+        )
         random = np.random.default_rng([int(self.settings["seed"]), len(found)])
-        return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))], "sample"
+        return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))]
 
     def _smallest_radius(self, whole: dict[str, Tensor]) -> Tensor:
         """The smallest evaluated radius of each example, by its distance."""
@@ -493,20 +485,3 @@ def default_batch_size(x: Tensor) -> int:
     if x.is_cuda:
         return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
     return max(1, min(CPU_BATCH, CPU_PIXELS // pixels))
-
-
-def fitting_batch_size(model: Model, x: Tensor) -> int:
-    """The largest batch size, up to the default, at which the model's gradients fit in memory."""
-    most = default_batch_size(x)
-    if not x.is_cuda:
-        return most
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(x.device)
-    torch.cuda.reset_peak_memory_stats(x.device)
-    with torch.enable_grad(), as_found(model, x.device):
-        z = x[:1].expand(PROBED, *x.shape[1:]).clone().requires_grad_(True)
-        logits = ask(model, z)
-        if logits.requires_grad:
-            torch.autograd.grad(logits.sum(), z, allow_unused=True)
-    image = (torch.cuda.max_memory_allocated(x.device) - before) // PROBED
-    return max(1, min(most, int(GPU_SHARE * free_bytes(x.device)) // max(1, image)))

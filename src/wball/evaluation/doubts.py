@@ -25,8 +25,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,9 @@ from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
+from wball.evaluation.result import Evaluation, EvaluationWarning
+from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, judge
-
-if TYPE_CHECKING:
-    from wball.evaluation.result import Evaluation
-    from wball.evaluation.stream import Stream
 
 HARMLESS = frozenset({"train-mode"})
 """Codes of the checks of the model that are notes."""
@@ -65,27 +63,6 @@ FEW, ABOVE_CHANCE = 10, 0.2
 CHECKED = 4
 """Certificates that are checked, each at the smallest radius of the evaluation: at larger radii the
 checker may take minutes per image."""
-
-
-@dataclass(frozen=True)
-class EvaluationWarning:
-    """A reason not to believe a robust accuracy, or a harmless note about the model.
-
-    Attributes:
-        code: a stable name, such as ``"zero-gradient"``.
-        message: what was seen.
-        remedy: what to do about it.
-    """
-
-    code: str
-    message: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message}" + (f" ({self.remedy})" if self.remedy else "")
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def as_warnings(
@@ -113,42 +90,6 @@ def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
             remedy = str(getattr(entry.category, "remedy", ""))
             signs.append(EvaluationWarning(code, str(entry.message), remedy))
     return signs
-
-
-def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
-    """Claims of the attack and of certificates that did not hold."""
-    report = "report it with the files of this evaluation: this is an error of the library"
-    claims = (
-        (
-            result.rejected,
-            "rejected-examples",
-            "claimed examples failed the audit and are not counted",
-            "correct the attack",
-        ),
-        (
-            result.contradictions,
-            "contradiction",
-            "images have both a certificate and a valid example inside it",
-            report,
-        ),
-        (
-            result.disagreements,
-            "plan-disagreement",
-            "plans promised a smaller distance than exact transport found",
-            report,
-        ),
-        (
-            result.unconfirmed,
-            "unconfirmed-certificate",
-            "certificates were not confirmed by the independent checker",
-            report,
-        ),
-    )
-    return [
-        EvaluationWarning(code, f"{len(entries)} {said}", remedy)
-        for entries, code, said, remedy in claims
-        if entries
-    ]
 
 
 def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:

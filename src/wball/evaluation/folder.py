@@ -82,9 +82,9 @@ def or_overwrite() -> Iterator[None]:
 def _check_run(
     found: dict[str, Any], run: dict[str, Any], folder: Path, any_batch_size: bool
 ) -> None:
-    """Raise unless both runs are the same. The command may differ, and what is kept."""
+    """Raise unless both runs are the same. The command may differ."""
     old, new = ({**r["settings"], **r["provenance"]} for r in (found, run))
-    free = {"command", "keep", "answers", *(["batch_size"] if any_batch_size else [])}
+    free = {"command", "answers", *(["batch_size"] if any_batch_size else [])}
     if (key := different_key(old, new, free)) is not None:
         raise OtherSettings(
             f"{folder} contains an evaluation with a different {key} "

@@ -19,7 +19,7 @@ from wball.evaluation.folder import OtherSettings, difference, different_key
 from wball.evaluation.result import COLUMNS, Evaluation, load_evaluation
 from wball.storage.files import json_checksum
 
-FREE = {"data", "keep", "answers"}
+FREE = {"data", "answers"}
 """Settings that may differ between parts."""
 
 
@@ -48,7 +48,6 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
     first, starts = found[0], [0, *itertools.accumulate(len(part) for part in found)]
     titles = list(dict.fromkeys(str(part.settings["data"]["name"]) for part in found))
     more = f" and {len(titles) - 1} more parts" if len(titles) > 1 else ""
-    kept = {part.settings["keep"] for part in found}
     commands = dict.fromkeys(str(part.provenance["command"]) for part in found)
     data = {
         **first.settings["data"],
@@ -59,7 +58,7 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
     }
     moved = list(zip(found, starts, strict=False))
     return Evaluation(
-        {**first.settings, "data": data, "keep": kept.pop() if len(kept) == 1 else "sample"},
+        {**first.settings, "data": data},
         {**first.provenance, "command": "; ".join(commands)},
         {name: torch.cat([part.images[name] for part in found]) for name in COLUMNS},
         tuple({**r, "index": r["index"] + start} for part, start in moved for r in part.rejected),

@@ -12,12 +12,8 @@ met only if the lower end of the interval meets it and the evaluation is reliabl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from wball.evaluation.result import Evaluation
+from typing import Any
 
 CONFIDENCE = 0.95
 EXIT_CLAIMS, EXIT_UNRELIABLE, EXIT_REQUIREMENT = 3, 6, 7
@@ -115,40 +111,3 @@ class Decision:
 
     def __str__(self) -> str:
         return "\n".join(f"{'met' if c.met else 'NOT MET'}: {c.reason}" for c in self.checks)
-
-
-def decide(
-    evaluation: Evaluation, requirements: Iterable[str | Requirement] | str | Requirement
-) -> Decision:
-    """See :meth:`wball.Evaluation.check`."""
-    asked = [requirements] if isinstance(requirements, (str, Requirement)) else list(requirements)
-    return Decision(tuple(_check(evaluation, Requirement.parse(one)) for one in asked))
-
-
-def _check(evaluation: Evaluation, wanted: Requirement) -> Check:
-    at = evaluation.certified_at if wanted.certified else evaluation.accuracy_at
-    measured = at(wanted.eps)
-    if measured is None:
-        reason = f"{wanted}: nothing was certified; evaluate with certify=True"
-        return Check(wanted, None, None, False, reason)
-    low, high = evaluation.interval(measured)
-    said = f"{wanted}: {100 * measured:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-    if evaluation.doubts:
-        codes = ", ".join(sorted({doubt.code for doubt in evaluation.doubts}))
-        said += f", but the evaluation is not reliable: {codes}"
-    elif not evaluation.reliable:
-        said += ", but this is a quick look: evaluate with attack='standard'"
-    elif measured >= wanted.share > low:
-        said += "; the interval's lower end must meet it: evaluate more images"
-    return Check(wanted, measured, (low, high), evaluation.reliable and low >= wanted.share, said)
-
-
-def exit_code(
-    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
-) -> int:
-    """0; 3 if a claim did not hold; 6 if there are doubts; 7 if a requirement is not met."""
-    if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
-        return EXIT_CLAIMS
-    if any(e.doubts for e in evaluations):
-        return EXIT_UNRELIABLE
-    return 0 if all(decide(e, requirements) for e in evaluations) else EXIT_REQUIREMENT

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.display import Summarised, percent
-from wball.evaluation.doubts import EvaluationWarning, failed_claims
 from wball.evaluation.requirements import (
+    EXIT_CLAIMS,
+    EXIT_REQUIREMENT,
+    EXIT_UNRELIABLE,
+    Check,
     Decision,
     Interval,
     Requirement,
     confidence_interval,
-    decide,
 )
 from wball.storage.files import read_json, read_sealed, read_tensors, write_sealed, write_tensors
 from wball.storage.pixels import as_bytes, as_pixels
@@ -55,6 +57,27 @@ COLUMNS: dict[str, torch.dtype] = {
     "proof": torch.long,
 }
 """One value per image; see :class:`Evaluation`. ``inf`` is written as null."""
+
+
+@dataclass(frozen=True)
+class EvaluationWarning:
+    """A reason not to believe a robust accuracy, or a harmless note about the model.
+
+    Attributes:
+        code: a stable name, such as ``"zero-gradient"``.
+        message: what was seen.
+        remedy: what to do about it.
+    """
+
+    code: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}" + (f" ({self.remedy})" if self.remedy else "")
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -204,7 +227,25 @@ class Evaluation(Summarised):
         A requirement is met only if the lower end of the 95 % confidence interval meets it, and
         only if the evaluation is :attr:`reliable`.
         """
-        return decide(self, requirements)
+        one = isinstance(requirements, (str, Requirement))
+        asked = [requirements] if one else list(requirements)  # type: ignore[arg-type]
+        return Decision(tuple(self._check(Requirement.parse(wanted)) for wanted in asked))
+
+    def _check(self, wanted: Requirement) -> Check:
+        measured = (self.certified_at if wanted.certified else self.accuracy_at)(wanted.eps)
+        if measured is None:
+            reason = f"{wanted}: nothing was certified; evaluate with certify=True"
+            return Check(wanted, None, None, False, reason)
+        low, high = self.interval(measured)
+        said = f"{wanted}: {percent(measured)} (95 % interval {percent(low)} to {percent(high)})"
+        if self.doubts:
+            codes = ", ".join(sorted({doubt.code for doubt in self.doubts}))
+            said += f", but the evaluation is not reliable: {codes}"
+        elif not self.reliable:
+            said += ", but this is a quick look: evaluate with attack='standard'"
+        elif measured >= wanted.share > low:
+            said += "; the interval's lower end must meet it: evaluate more images"
+        return Check(wanted, measured, (low, high), self.reliable and low >= wanted.share, said)
 
     def measured_at(self, eps: float) -> bool:
         """Whether radius ``eps`` was evaluated. A search for the smallest radius evaluates all."""
@@ -360,6 +401,53 @@ class Evaluation(Summarised):
     def verdict(self) -> str:
         """The audit in a sentence or two."""
         return str(_view("verdict")(self))
+
+
+def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
+    """Claims of the attack and of certificates that did not hold."""
+    report = "report it with the files of this evaluation: this is an error of the library"
+    claims = (
+        (
+            result.rejected,
+            "rejected-examples",
+            "claimed examples failed the audit and are not counted",
+            "correct the attack",
+        ),
+        (
+            result.contradictions,
+            "contradiction",
+            "images have both a certificate and a valid example inside it",
+            report,
+        ),
+        (
+            result.disagreements,
+            "plan-disagreement",
+            "plans promised a smaller distance than exact transport found",
+            report,
+        ),
+        (
+            result.unconfirmed,
+            "unconfirmed-certificate",
+            "certificates were not confirmed by the independent checker",
+            report,
+        ),
+    )
+    return [
+        EvaluationWarning(code, f"{len(entries)} {said}", remedy)
+        for entries, code, said, remedy in claims
+        if entries
+    ]
+
+
+def exit_code(
+    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
+) -> int:
+    """0; 3 if a claim did not hold; 6 if there are doubts; 7 if a requirement is not met."""
+    if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
+        return EXIT_CLAIMS
+    if any(e.doubts for e in evaluations):
+        return EXIT_UNRELIABLE
+    return 0 if all(e.check(requirements) for e in evaluations) else EXIT_REQUIREMENT
 
 
 def _view(name: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from wball.ball.base import Ball, check_ball
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
-from wball.evaluation.batches import Batches, FunctionAttack, fitting_batch_size
+from wball.evaluation.batches import Batches, FunctionAttack, default_batch_size
 from wball.evaluation.doubts import at_chance, check_certificates, look_for_missed
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
@@ -51,8 +51,6 @@ class Options:
         batch_size: images per batch (default: chosen for the device).
         levels: pixels of examples are multiples of ``1 / (levels - 1)``, with exactly the same mass
             (256: stored as 8-bit images, they stay valid). The images must be, too.
-        keep: examples to store: ``"all"``, ``"sample"`` or ``"none"`` (default: all if they take
-            less than a gigabyte, else a sample).
         overwrite: discard earlier results in the folder.
         progress: show a progress bar.
     """
@@ -64,13 +62,10 @@ class Options:
     layout: Layout = "NCHW"
     batch_size: int | None = None
     levels: int | None = None
-    keep: Literal["all", "sample", "none"] | None = None
     overwrite: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep not in (None, "all", "sample", "none"):
-            raise ValueError(f'keep must be "all", "sample" or "none", got {self.keep!r}')
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
 
@@ -176,9 +171,8 @@ def evaluate(
             "attack": described,
             "certify": None if method is None else {"method": method, "plans": "full"},
             "exact": "all" if mode == "minimal" else exact,
-            "batch_size": chosen.batch_size or fitting_batch_size(model, data.first),
+            "batch_size": chosen.batch_size or default_batch_size(data.first),
             "seed": seed,
-            "keep": chosen.keep,
         },
         "provenance": provenance.collect(ball, data.first, command),
     }
