@@ -29,8 +29,8 @@ from wball.attacks.findings import Finding, merged
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
-from wball.evaluation.doubts import EvaluationWarning, as_warnings, misclassified, model_signs
-from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation
+from wball.evaluation.doubts import as_warnings, misclassified, model_signs
+from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, top_class
 from wball.plan import StoredPlan

@@ -227,9 +227,9 @@ class Evaluation(Summarised):
         A requirement is met only if the lower end of the 95 % confidence interval meets it, and
         only if the evaluation is :attr:`reliable`.
         """
-        one = isinstance(requirements, (str, Requirement))
-        asked = [requirements] if one else list(requirements)  # type: ignore[arg-type]
-        return Decision(tuple(self._check(Requirement.parse(wanted)) for wanted in asked))
+        if isinstance(requirements, (str, Requirement)):
+            requirements = [requirements]
+        return Decision(tuple(self._check(Requirement.parse(wanted)) for wanted in requirements))
 
     def _check(self, wanted: Requirement) -> Check:
         measured = (self.certified_at if wanted.certified else self.accuracy_at)(wanted.eps)
