@@ -10,7 +10,6 @@ import torch
 from problems import arc_list
 from wball import DenseCost, GridCost, StencilCost
 from wball.cost import GroundCost
-from wball.moves import StencilMoves
 
 
 def costs(height: int, width: int) -> list[GroundCost]:
@@ -50,7 +49,6 @@ def test_arcs_are_the_moves_of_the_definition(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 1), (4, 3), (3, 5)])
 @pytest.mark.parametrize("back", [False, True])
 def test_sums_over_moves_are_those_of_the_arcs(shape: tuple[int, int], back: bool) -> None:
-    """Both one move at a time and as a convolution, for stencils that lack opposite moves, too."""
     values = torch.rand((2, 3, *shape), dtype=torch.float64)
     for cost in costs(*shape):
         moves = cost.arcs(*shape, values)
@@ -62,10 +60,6 @@ def test_sums_over_moves_are_those_of_the_arcs(shape: tuple[int, int], back: boo
         torch.testing.assert_close(
             moves.sums(ring_weights, back)(values), expected, atol=1e-12, rtol=0
         )
-        if isinstance(moves, StencilMoves):
-            torch.testing.assert_close(
-                moves.convolution(ring_weights, back)(values), expected, atol=1e-12, rtol=0
-            )
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (4, 3)])

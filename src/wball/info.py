@@ -1,4 +1,4 @@
-"""What is installed: versions, devices, kernels, and why a kernel is not available.
+"""The installation: versions, devices, kernels, and why a kernel is not available.
 
 ``python -m wball.info`` prints it, ``--json`` as JSON; ``--compile`` compiles the CPU kernels first.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -21,17 +20,17 @@ from wball.cost import GridCost
 from wball.kernels import dispatch
 from wball.kernels.linear_maximum import linear_maximum
 from wball.moves import Moves
-
-PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
+from wball.provenance import versions
 
 
 def info() -> dict[str, Any]:
     """Versions, devices and kernels as plain data."""
+    packages = versions()
     return {
-        "wball": wball.__version__,
-        "python": platform.python_version(),
+        "wball": packages.pop("wball"),
+        "python": packages.pop("python"),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
         "devices": _devices(),
@@ -41,20 +40,11 @@ def info() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _devices() -> list[str]:
     names = ["cpu"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         names.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    if torch.backends.mps.is_available():
-        names.append("mps")
     return names
 
 
@@ -93,15 +83,15 @@ def compile_kernels() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a network with unstable units
         net = torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2)
-        )
+            torch.nn.Flatten(), torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
+        ).eval()
     ball = wball.WassersteinBall(0.1, wball.GridCost(3))
     for reg in (math.inf, 1e8):  # 1e8 is too large for sweeps: the entropic path follows them
         ball.support(torch.full_like(x, 0.9), x, reg=reg)
         ball.project(x, x.flip(3), reg=reg)
     ball.sample(x)
     linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
-    wball.certify(net.eval(), x, torch.zeros(1, dtype=torch.long), ball)
+    wball.certify(net, x, net(x).argmax(1), ball.at(0.5))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,8 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _print(report: dict[str, Any]) -> None:
     print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
-    packages = report["packages"].items()
-    print(", ".join(f"{name} {version or 'not installed'}" for name, version in packages))
+    print(", ".join(f"{name} {version}" for name, version in report["packages"].items()))
     print(f"{report['threads']} threads on {report['cpus']} CPUs")
     print(f"devices: {'; '.join(report['devices'])}")
     print(f"kernels (WBALL_KERNEL={report['requested']}):")

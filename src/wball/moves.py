@@ -199,9 +199,9 @@ class StencilMoves(Moves):
             return self
         return StencilMoves(self._moves, self.shape, values)
 
-    def _table(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+    def _table(self, values: Sequence[float]) -> Tensor:
         with torch.inference_mode(False):  # kept for later calls, which may want gradients
-            return torch.tensor(values, dtype=dtype or self._like.dtype).to(self._like.device)
+            return torch.tensor(values, dtype=self._like.dtype).to(self._like.device)
 
     def _slice(self, padded: Tensor, k: int) -> Tensor:
         (rr, rc), (height, width), (dr, dc) = self.radius, self.shape, self.offsets[k]
@@ -244,41 +244,6 @@ class StencilMoves(Moves):
 
     def arrivals(self, like: Tensor) -> Arrivals:
         return _StencilArrivals(self, like)
-
-    def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
-        # One launch instead of one per move. On a CPU the loop over moves is faster.
-        return self.convolution(weights, back) if weights.is_cuda else super().sums(weights, back)
-
-    def convolution(self, weights: Tensor, back: bool) -> Callable[[Tensor], Tensor]:
-        """:meth:`sums` as a convolution of each channel."""
-        images, rows, columns = weights.shape[1], 2 * self.radius[0] + 1, 2 * self.radius[1] + 1
-        window = weights.new_zeros((images, rows * columns))
-        window[:, self._window_places] = weights[self._ring_of_move, :, 0, 0, 0].T
-        window = (window.flip(1) if back else window).view(images, 1, rows, columns)
-
-        def convolved(values: Tensor) -> Tensor:
-            channels = images * values.shape[1]
-            one_each = window.expand(-1, values.shape[1], -1, -1).reshape(
-                channels, 1, rows, columns
-            )
-            joined = values.reshape(1, channels, *self.shape)
-            return F.conv2d(joined, one_each, padding=self.radius, groups=channels).view(
-                values.shape
-            )
-
-        return convolved
-
-    @cached_property
-    def _window_places(self) -> Tensor:
-        """Position of each move, except staying, in the smallest window around all."""
-        (rr, rc), moving = self.radius, self.offsets[1:]
-        return self._table([(rr + r) * (2 * rc + 1) + rc + c for r, c in moving], torch.long)
-
-    @cached_property
-    def _ring_of_move(self) -> Tensor:
-        """Ring of each move, except staying."""
-        ring = {k: d for d, moves in enumerate(self.rings) for k in moves}
-        return self._table([ring[k] for k in range(1, len(self))], torch.long)
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:

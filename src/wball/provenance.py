@@ -1,6 +1,6 @@
-"""Where a result comes from: versions, device, kernel and command, so that someone else can get the same numbers.
+"""The origin of a result: versions, device, kernel and command, for somebody who repeats it.
 
-Nothing here changes between two runs of one command on one machine: times and process numbers belong into a log.
+Two runs of one command on one machine have the same provenance: it has no times or process numbers.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PACKAGES = ("numpy", "POT", "safetensors", "scipy", "torch")
+PACKAGES = ("numba", "numpy", "POT", "safetensors", "scipy", "torch", "triton")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those that its numbers depend on."""
+    """Versions of Python, of this package and of the packages that its numbers depend on."""
     from wball import __version__
 
     found = {"python": platform.python_version(), "wball": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # a build that is on the path without being installed
-            found[name] = "unknown"
     found["torch"] = torch.__version__
     return found
 
@@ -47,7 +46,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """The commit that this code was checked out from: of its repository, or what ``WBALL_COMMIT`` says."""
+    """The commit of the repository that has this code, or ``WBALL_COMMIT`` without a repository."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -56,12 +55,9 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        if git(
-            "ls-files", Path(__file__).name
-        ):  # an installed copy may lie inside another repository
-            return git("rev-parse", "HEAD") + (
-                " with local changes" if git("status", "--porcelain", ".") else ""
-            )
+        if git("ls-files", Path(__file__).name):  # an installed copy may be in another repository
+            changes = " with local changes" if git("status", "--porcelain", ".") else ""
+            return git("rev-parse", "HEAD") + changes
     except (OSError, subprocess.CalledProcessError):
         pass
     return os.environ.get("WBALL_COMMIT", "unknown")
@@ -72,14 +68,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-class Served(Protocol):
-    """A threat model that knows which implementation serves it."""
-
-    def kernel(self, x: Tensor) -> str: ...
-
-
-def collect(ball: Served, x: Tensor, line: str | None = None) -> dict[str, Any]:
-    """Everything above as plain data. ``line``: the command, if it is not this process's own."""
+def collect(ball: Any, x: Tensor, line: str | None = None) -> dict[str, Any]:
+    """The provenance of a result in this ball. ``line``: the command, if not that of this process."""
     return {
         "command": command() if line is None else line,
         "device": device_name(x.device),
@@ -102,20 +92,16 @@ def fingerprint(*tensors: Tensor) -> str:
 
 
 def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
-    """Name, size and checksum of a model; a function that is no module has a name only."""
-    title = name or (
-        type(model).__name__
-        if isinstance(model, nn.Module)
-        else getattr(model, "__qualname__", "model")
-    )
+    """Name, size and checksum of a model; a function that is not a module has a name only."""
     if not isinstance(model, nn.Module):
+        title = name or getattr(model, "__qualname__", "model")
         return {"name": title, "parameters": None, "sha256": None}
     state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(f"{key} {fingerprint(state[key])};".encode())
     return {
-        "name": title,
+        "name": name or type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "sha256": digest.hexdigest(),
     }

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from training.worker import small_config, small_data, small_model
 from wball.training import Loss, Optimisation, Provable, Smooth, train
 from wball.training.losses import Objective
-from wball.training.teacher import Teachers
+from wball.training.teacher import Teacher
 
 STEP = Optimisation(lr=0.1, weight_decay=0.0, schedule="constant")
 
@@ -51,7 +51,7 @@ def test_the_step_is_taken_towards_the_label_and_the_teachers_answer() -> None:
 def test_every_loss_sees_the_teacher() -> None:
     x, y = small_data(8)
     model = small_model()
-    targets = Teachers([other_model()], 0.5, STEP, x.device).targets(x, y)
+    targets = Teacher(other_model(), small_config(loss=Loss(teacher=0.5)), x, y).targets(x, y)
     for config in (
         small_config(loss=Loss(clean=0.3, teacher=0.5)),
         small_config(adversary=None, smooth=Smooth(0.1), loss=Loss(teacher=0.5)),
@@ -62,15 +62,6 @@ def test_every_loss_sees_the_teacher() -> None:
         assert torch.equal(hard[1], soft[1]) and torch.equal(
             hard[2], soft[2]
         )  # who is right does not depend on it
-
-
-def test_several_teachers_have_equal_shares() -> None:
-    x, y = small_data(8)
-    one, two = small_model(), other_model()
-    said = (one(x).softmax(1) + two(x).softmax(1)).detach() / 2
-    found = Teachers([one, two], 0.4, STEP, x.device).targets(x, y)
-    torch.testing.assert_close(found, 0.6 * F.one_hot(y, 10) + 0.4 * said)
-    torch.testing.assert_close(found.sum(1), torch.ones(8))
 
 
 def test_a_teacher_is_checked() -> None:
@@ -88,8 +79,6 @@ def test_a_teacher_is_checked() -> None:
             model=small_model(),
             teacher=nn.Sequential(nn.Flatten(), nn.Linear(5, 10)),
         )
-    with pytest.raises(ValueError, match="teacher is missing"):
-        train(wanting, data, model=small_model(), teacher=[])
     with pytest.raises(TypeError, match="teacher"):
         train(wanting, data, model=small_model(), teacher="mine")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="teacher must be in"):

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from wball.evaluation.stream import Stream
     from wball.model import Model
 
-ROUND = (1, 1.5, 2, 3, 5, 7)
-"""Radii found by search are rounded to these numbers times a power of ten."""
-
 SAMPLES = {"sample": "mnist", "mnist-sample": "mnist", "cifar10-sample": "cifar10"}
 """Bundled images by name."""
 
@@ -180,14 +177,6 @@ def _stream(data: Any, where: torch.device) -> tuple[Stream, Tensor] | None:
     return stream, known
 
 
-def other_classes(images: Images, target: int) -> Images:
-    """The images that are not of the target class."""
-    index = (images.y.cpu() != target).nonzero().squeeze(1).tolist()
-    if not target >= 0 or not index:
-        raise typer.BadParameter(f"--target {target}: expected a class that some images are not of")
-    return images.take(index, f"{images.name}, without class {target}")
-
-
 def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
     """Indices of ``count`` images, ascending, with classes in proportion.
 
@@ -260,21 +249,14 @@ def sensible_radii(
 
 
 def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
-    """At most ``count`` round numbers between ``low`` and ``high``, about evenly spaced by ratio.
+    """At most ``count`` numbers of one digit between ``low`` and ``high``, evenly spaced by ratio.
 
     >>> round_numbers(0.04, 0.6)
-    [0.05, 0.07, 0.15, 0.3, 0.5]
+    [0.04, 0.08, 0.2, 0.3, 0.6]
     """
     low = max(low, high / 100)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    grid = [float(f"{digit * 10.0**power:.2g}") for power in powers for digit in ROUND]
-
-    def nearest(numbers: list[float], value: float) -> float:
-        return min(numbers, key=lambda r: abs(math.log(r / value)))
-
-    inside = [r for r in grid if low <= r <= high] or [nearest(grid, high)]
-    wanted = [low * (high / low) ** (k / (count - 1)) for k in range(count)]
-    return sorted({nearest(inside, w) for w in wanted})
+    spaced = (low * (high / low) ** (k / (count - 1)) for k in range(count))
+    return sorted({float(f"{value:.1g}") for value in spaced})
 
 
 def ball(eps: float, window: int) -> WassersteinBall:
@@ -285,10 +267,9 @@ def ball(eps: float, window: int) -> WassersteinBall:
     return WassersteinBall(eps, GridCost(window))
 
 
-def attack(name: str, threat: WassersteinBall, target: int | None) -> Attack:
-    """An attack by name, towards the class ``target`` if there is one."""
+def attack(name: str, threat: WassersteinBall) -> Attack:
+    """An attack by name."""
     from wball.attacks import PGD, DualAveraging, FrankWolfe, StandardAttack
-    from wball.cli.targeted import Targeted
 
     makers: dict[str, Any] = {
         "standard": StandardAttack,
@@ -300,7 +281,7 @@ def attack(name: str, threat: WassersteinBall, target: int | None) -> Attack:
     if name not in makers:
         raise typer.BadParameter(f"--attack {name}: expected one of {', '.join(ATTACKS)}")
     made: Attack = makers[name](threat)
-    return made if target is None else Targeted(threat, attack=made, target=target)
+    return made
 
 
 def setting(assignment: str) -> tuple[str, Any]:

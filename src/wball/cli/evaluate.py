@@ -38,14 +38,6 @@ def evaluate(
     certify: Annotated[
         bool, typer.Option("--certify", help="also compute certified accuracy (slow on a CPU)")
     ] = False,
-    target: Annotated[
-        int | None,
-        typer.Option(
-            "--target",
-            metavar="CLASS",
-            help="targeted: images count as broken if predicted as CLASS",
-        ),
-    ] = None,
     window: options.Window = 5,
     pictures: options.DataChoice,
     files: options.ModelFiles,
@@ -91,12 +83,10 @@ def evaluate(
     wanted = [Requirement.parse(text) for text in require or ()]
     given = choices.radii(eps) if eps is not None else None
     threat, where = choices.ball(given[-1] if given else 1.0, window), choices.device(device)
-    searched = choices.attack(attack, threat, target)
+    searched = choices.attack(attack, threat)
     with choices.prints_aside(as_json):
         made = load_models(models, files, where)
         images = choices.load_images(pictures, where, seed, streamed=True)
-        if target is not None:
-            images = choices.other_classes(images, target)
         for net, name in made:
             probe(net, images.x, images.y)
             choices.check_clean_accuracy(net, name, images)

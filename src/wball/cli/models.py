@@ -62,11 +62,9 @@ def load_models(
     return [(model, name) for (model, _), name in zip(made, names, strict=True)]
 
 
-def named_model(spec: str) -> nn.Module:
-    """A trained network: a bundled or public name, or ``ARCHITECTURE=FILE`` for your own weights."""
-    name, _, file = spec.partition("=")
-    made: nn.Module = _load(file, name)[0] if file else _load(name, None)[0]
-    return made
+def load_model(spec: str, architecture: str | None = None) -> Any:
+    """The model that the command line names."""
+    return _load(spec, architecture)[0]
 
 
 def _load(spec: str, architecture: str | None) -> tuple[Any, str]:

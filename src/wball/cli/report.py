@@ -18,9 +18,6 @@ def report(
         Path | None,
         typer.Option("--out", "-o", metavar="PATH", help="file to write, or folder of the merge"),
     ] = None,
-    title: Annotated[
-        str | None, typer.Option("--title", metavar="TEXT", help="heading of the report")
-    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="join evaluations of parts of a data set into one")
     ] = False,
@@ -59,7 +56,7 @@ def report(
         out, code = folder / "report.html", exit_code(results, [])
     else:
         results = [load_evaluation(folder) for folder in folders]
-    written.append(write_report(results, out or Path("report.html"), title=title))
+    written.append(write_report(results, out or Path("report.html")))
     if figures is not None:
         from wball.report.figures import save_figures
 

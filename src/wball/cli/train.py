@@ -11,7 +11,7 @@ import typer
 
 from wball.cli import choices, options
 from wball.cli.app import command
-from wball.cli.models import named_model, own_network
+from wball.cli.models import load_model, own_network
 from wball.storage.names import printable
 
 
@@ -57,12 +57,11 @@ def train(
         Path | None, typer.Option("--init", metavar="FILE", help="weights to fine-tune")
     ] = None,
     teacher: Annotated[
-        list[str] | None,
+        str | None,
         typer.Option(
             "--teacher",
             metavar="MODEL",
-            help="network that gives soft labels (--set loss.teacher=0.5): a bundled one, or "
-            "ARCHITECTURE=FILE; repeatable",
+            help="model that gives soft labels (--set loss.teacher=0.5), as for `wball evaluate`",
         ),
     ] = None,
     change: Annotated[
@@ -89,9 +88,8 @@ def train(
         wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
         wball train mnist-adversarial --model mine.py:net --data photos/train
 
-    An unknown PRESET lists those there are. The second command trains your own network on your own
-    images. If interrupted,
-    rerun the same command to resume.
+    An unknown PRESET lists the known ones. The second command trains your own network on your own
+    images. If interrupted, rerun the same command to resume.
     """
     from wball.data import load_dataset
     from wball.training import distributed, presets
@@ -110,7 +108,7 @@ def train(
     config = config if data is None else replace(config, dataset=OWN)
     network = None if model is None else own_network("--model", model)
     config = config if model is None else replace(config, architecture=OWN)
-    guides = [named_model(name) for name in teacher or []]
+    guide = None if teacher is None else load_model(teacher)
     given = [choices.setting(c) for c in change or []]
     options_given = (("epochs", epochs), ("batch_size", batch_size), ("name", name))
     given += [(path, value) for path, value in options_given if value is not None]
@@ -136,7 +134,7 @@ def train(
             some = choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
             x, y = x[some], y[some]
         run(
-            config, (x, y), tests, model=network, init=init, teacher=guides, out=out, device=here,
+            config, (x, y), tests, model=network, init=init, teacher=guide, out=out, device=here,
             time_limit=time_limit, on_epoch=_print_epoch,
         )  # fmt: skip
         if distributed.current().main:

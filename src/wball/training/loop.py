@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ from wball.training.state import (
     pack_optimizer,
     unpack_optimizer,
 )
-from wball.training.teacher import hired
+from wball.training.teacher import Teacher
 from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
@@ -76,7 +76,7 @@ def train(
     *,
     model: nn.Module | None = None,
     init: str | os.PathLike[str] | None = None,
-    teacher: nn.Module | Sequence[nn.Module] | None = None,
+    teacher: nn.Module | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
@@ -97,7 +97,7 @@ def train(
         test: test images and labels; without them nothing is measured.
         model: the network to train, in place (default: a fresh ``config.architecture``, seeded).
         init: file of weights to fine-tune; any file that :func:`wball.load_weights` reads.
-        teacher: a trained network, or several, for soft labels (``config.loss.teacher``).
+        teacher: a trained network for soft labels (``config.loss.teacher``).
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the
             checkpoint.
         device: the device to train on.
@@ -132,7 +132,12 @@ def train(
     objective: nn.Module = Objective(model, config, x)
     if world.size > 1:
         objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
-    teachers, opponent = hired(teacher, config, x, y), None
+    if (teacher is None) != (config.loss.teacher == 0):
+        raise ValueError(
+            f"loss.teacher is {config.loss.teacher:g}, and teacher is "
+            f"{'missing' if teacher is None else 'given'}: give both, or none"
+        )
+    guide, opponent = None if teacher is None else Teacher(teacher, config, x, y), None
     if config.adversary is not None:
         opponent = Opponent(config.adversary, options, model, config.seed)
     augmentations, per_epoch = _augmentations(config), run.per_epoch
@@ -177,7 +182,7 @@ def train(
                 if opponent is not None:
                     trained, broken = opponent(clean, labels, eps, run.step, world)
 
-                targets = None if teachers is None else teachers.targets(clean, labels)
+                targets = None if guide is None else guide.targets(clean, labels)
                 loss, right, survived = objective(clean, trained, labels, elapsed, eps, targets)
                 if radii is not None:
                     radii.follow(index, ~survived if broken is None else broken, world)
