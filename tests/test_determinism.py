@@ -46,7 +46,6 @@ ATTACKS: dict[str, Callable[[], wball.DualAveraging | wball.PGD | wball.FrankWol
 RANDOM: dict[str, Callable[[], wball.DualAveraging | wball.PGD | wball.FrankWolfe]] = {
     "dual averaging": lambda: wball.DualAveraging(BALL, steps=4, random_start=2.0),
     "pgd": lambda: wball.PGD(BALL, steps=1, random_start=True),
-    "frank-wolfe": lambda: wball.FrankWolfe(BALL, steps=2, random_start=True),
 }
 
 

@@ -93,8 +93,8 @@ def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch)
     "attack",
     [
         wball.FrankWolfe(BALLS["grid"], steps=6),
-        wball.FrankWolfe(BALLS["one way"], steps=4, rule="line-search"),
-        wball.FrankWolfe(BALLS["narrow box"], steps=4, reg=100.0),
+        wball.FrankWolfe(BALLS["one way"], steps=4),
+        wball.FrankWolfe(BALLS["narrow box"], steps=4),
         wball.PGD(BALLS["grid"], steps=3),
         wball.PGD(BALLS["matrix"], steps=3, step="l2"),
     ],
@@ -144,7 +144,6 @@ def test_attacks_that_have_no_plan_say_nothing() -> None:
     for attack in (
         wball.PGD(ball, steps=2, random_start=True, proofs=True),
         wball.PGD(ball, steps=2, reg=1000.0, mode="paper", proofs=True),
-        wball.FrankWolfe(ball, steps=2, random_start=True, proofs=True),
         wball.PGD(wball.LinfBall(0.1), steps=2, proofs=True),
         wball.FrankWolfe(wball.LinfBall(0.1), steps=2, proofs=True),
         wball.StandardAttack(wball.LinfBall(0.01), version="fast", check=False, proofs=True),

@@ -79,7 +79,7 @@ def test_adversarial_training_raises_robust_accuracy() -> None:
         PGD.paper(
             "mnist", ball=WassersteinBall(0.1), steps=4, growth=GrowingRadius(1.4, 2), max_iter=5
         ),
-        FrankWolfe(WassersteinBall(0.1), steps=2, reg=100.0, max_iter=5),
+        FrankWolfe(WassersteinBall(0.1), steps=2),
         PGD(LinfBall(0.1), steps=2, random_start=True),
     ],
     ids=["paper", "frank-wolfe", "linf"],

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, judge
-from wball.plan import FactoredPlan, Plan, StoredPlan
-
-Kind = TypeVar("Kind", Plan, FactoredPlan)
+from wball.plan import StoredPlan
 
 PROGRESS_AFTER = 2_000_000
 """Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
@@ -336,14 +334,6 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = N
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Those of the options that a ball's method takes: not every ball has something to iterate."""
     return {name: value for name, value in options.items() if name in signature(method).parameters}
-
-
-def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
-    """The plan of images that stay as they are."""
-    grid = x if x.ndim == 4 else x[:, None, None, :]
-    problem = ball.problem(x)
-    assert problem is not None, "only balls with plans are asked for one"
-    return kind.identity(problem.moves(grid), grid)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:

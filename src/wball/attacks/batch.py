@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,7 +12,7 @@ from wball.attacks import objectives
 from wball.attacks.result import STATUSES, AttackStatus
 from wball.ball import Ball
 from wball.model import Model, ask, check_classes, full_precision, judge, reached
-from wball.plan import AnyPlan, StoredPlan
+from wball.plan import FactoredPlan, Plan, StoredPlan
 from wball.progress import Bar
 
 if TYPE_CHECKING:
@@ -27,6 +26,15 @@ DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
 batches."""
 
 AnyState = TypeVar("AnyState", bound="State")
+Kind = TypeVar("Kind", Plan, FactoredPlan)
+
+
+def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
+    """The plan of images that stay as they are."""
+    grid = x if x.ndim == 4 else x[:, None, None, :]
+    problem = ball.problem(x)
+    assert problem is not None, "only balls with plans are asked for one"
+    return kind.identity(problem.moves(grid), grid)
 
 
 class StepCount:
@@ -185,9 +193,9 @@ class AttackBatch:
             )
         return loss
 
-    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyPlan]) -> AnyPlan:
+    def keep_proofs(self, kind: type[Kind]) -> Kind:
         """From now on every candidate comes with its proof. Returns that of the images as they are."""
-        whole = of_nothing(self._all.z)
+        whole = plan_of_nothing(kind, self.ball, self._all.z)
         part = whole.take(self._active)
         self._all_proof, self._proof = whole, part
         return part
@@ -226,12 +234,6 @@ class AttackBatch:
     def begin_last_steps(self) -> None:
         """Remember how far the loss has come."""
         self._best = self._best._replace(late=self._best.loss.clone())
-
-    def value(self, z: Tensor) -> Tensor:
-        """The objective at ``z``, which is not offered as a candidate."""
-        with torch.no_grad():
-            self.queries += 1
-            return self.loss(ask(self.model, z))
 
     def succeeds(self, z: Tensor) -> Tensor:
         """Which images meet the goal at ``z``, which is not offered as a candidate."""

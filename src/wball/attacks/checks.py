@@ -1,27 +1,26 @@
 """Signs that a robust accuracy may be an artefact of the model rather than robustness.
 
-:func:`check_model` looks at a model before an evaluation (:class:`~wball.StandardAttack` calls it) and raises one
-warning per sign. They do not stop anything: they say what the number may not mean.
+:func:`find_signs` looks at a model before an evaluation. :class:`~wball.StandardAttack` raises one
+:class:`ModelWarning` per sign; an evaluation lists them. They stop nothing: they say what the number may not mean.
 
-==========================  ========================================  ==============================================
-warning                     raised if                                 meaning and remedy
-==========================  ========================================  ==============================================
-TrainModeWarning            a module is in training mode              attacks evaluate the model in evaluation mode
-                                                                      and put it back: results are for that mode
-ProbabilitiesWarning        outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
-                                                                      gradients: return logits
-RandomModelWarning          two evaluations of one batch differ       each example is judged by one draw: average
-                                                                      over draws, and attack the average
-ZeroGradientWarning         some image's gradient is exactly zero     gradient masking or a non-differentiable step:
-                                                                      use a smooth stand-in or a straight-through
-                                                                      gradient, or a decision-based attack
-NonFiniteWarning            logits or gradients have NaN or inf       the model overflows or divides by zero
-==========================  ========================================  ==============================================
+=================  ========================================  ==============================================
+code               reported if                               meaning and remedy
+=================  ========================================  ==============================================
+train-mode         a module is in training mode              attacks evaluate the model in evaluation mode
+                                                             and put it back: results are for that mode
+probabilities      outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
+                                                             gradients: return logits
+random-model       two evaluations of one batch differ       each example is judged by one draw: average
+                                                             over draws, and attack the average
+zero-gradient      some image's gradient is exactly zero     gradient masking or a non-differentiable step:
+                                                             use a smooth stand-in or a straight-through
+                                                             gradient, or a decision-based attack
+non-finite         logits or gradients have NaN or inf       the model overflows or divides by zero
+=================  ========================================  ==============================================
 """
 
 from __future__ import annotations
 
-import warnings
 from contextlib import suppress
 
 import torch
@@ -30,70 +29,44 @@ from torch import Tensor
 from wball.attacks import objectives
 from wball.model import Model, as_found, ask, check_classes, in_training
 
+LIMIT = 64
+"""Images that are evaluated."""
+
 
 class ModelWarning(UserWarning):
     """A robust accuracy measured on this model may not mean what it seems to."""
 
 
-class TrainModeWarning(ModelWarning):
-    """The model is in training mode; attacks evaluate it in evaluation mode."""
-
-
-class ProbabilitiesWarning(ModelWarning):
-    """The outputs look like probabilities; logits are expected."""
-
-
-class RandomModelWarning(ModelWarning):
-    """Two evaluations of the same images differ."""
-
-
-class ZeroGradientWarning(ModelWarning):
-    """Some images have a gradient of exactly zero."""
-
-
-class NonFiniteWarning(ModelWarning):
-    """Some logits or gradients are NaN or infinite."""
-
-
-def check_model(
-    model: Model, x: Tensor, y: Tensor, *, limit: int = 64
-) -> tuple[type[ModelWarning], ...]:
-    """Evaluate the model on up to ``limit`` images, warn about each sign found, and return their categories.
+def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
+    """The signs found on the first images: a message for each code.
 
     The model is evaluated as attacks do, in evaluation mode, and left as found.
     """
-    found: dict[type[ModelWarning], str] = {}
-    x, y = x[:limit].detach(), y[:limit]
+    found: dict[str, str] = {}
+    x, y = x[:LIMIT].detach(), y[:LIMIT]
     if x.shape[0] == 0:
-        return ()
+        return found
     if in_training(model):
-        found[TrainModeWarning] = (
+        found["train-mode"] = (
             "a module is in training mode; the attack evaluates the model in evaluation mode"
         )
     with as_found(model, x.device), torch.inference_mode(False):
         logits, gradient = _evaluate(model, x.clone(), y)
         with torch.no_grad():
             drift = float((ask(model, x) - logits).abs().nan_to_num().max())
-    if drift > 1e-4 * float(
-        1 + logits.abs().nan_to_num().max()
-    ):  # kernels may choose another order of summation
-        found[RandomModelWarning] = (
-            f"two evaluations of the same images differ by up to {drift:.3g}"
-        )
+    # Kernels may choose another order of summation.
+    if drift > 1e-4 * float(1 + logits.abs().nan_to_num().max()):
+        found["random-model"] = f"two evaluations of the same images differ by up to {drift:.3g}"
     if are_probabilities(logits):
-        found[ProbabilitiesWarning] = (
+        found["probabilities"] = (
             "the outputs look like probabilities; return logits, softmax hides gradients"
         )
     if not bool(logits.isfinite().all()) or not bool(gradient.isfinite().all()):
-        found[NonFiniteWarning] = "logits or gradients have NaN or infinite values"
+        found["non-finite"] = "logits or gradients have NaN or infinite values"
     zero = int((gradient.flatten(1) == 0).all(1).sum())
     if zero:
-        found[ZeroGradientWarning] = (
-            f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
-        )
-    for category, message in found.items():
-        warnings.warn(message, category, stacklevel=3)
-    return tuple(found)
+        found["zero-gradient"] = f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
+    return found
 
 
 def are_probabilities(outputs: Tensor) -> bool:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, normal, plan_of_nothing
+from wball.attacks.base import GradientAttack, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.ball.base import Oracle
 from wball.batch import per_image
@@ -89,11 +88,7 @@ class DualAveraging(GradientAttack):
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> Potentials:
         x = batch.x
-        proof = (
-            batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
-            if self.proofs
-            else None
-        )
+        proof = batch.keep_proofs(FactoredPlan) if self.proofs else None
         oracle = batch.ball.oracle(x, sweeps=self.sweeps, newton=self.newton)
         state = Potentials(
             x,

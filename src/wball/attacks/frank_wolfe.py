@@ -14,31 +14,18 @@ gains. The price and the box potentials of one step start the next.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import (
-    GradientAttack,
-    distance_bound,
-    into_box,
-    plan_of_nothing,
-    understood,
-)
+from wball.attacks.base import GradientAttack
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.batch import per_image
-from wball.plan import Plan, StoredPlan
+from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
-
-LINE_SEARCH = tuple(0.5**k for k in range(7))
-"""Step lengths tried by the line search, all at once."""
 
 SWEEPS, MOMENTUM, NATS = 60, 0.95, 50.0
 """Of the oracle. A gradient is not like the sum of all before it, which :class:`~wball.DualAveraging` follows with
@@ -48,113 +35,53 @@ way of one pixel the entropy costs less than 1 % of it, and at twice as many the
 
 @dataclass
 class _Mixture(State):
-    """A mixture of corners in float64, where corners come from, and the objective for the line search.
+    """A mixture of corners in float64. Without an oracle, corners are the ball's own farthest points."""
 
-    Without an oracle, corners are the ball's own farthest points.
-    """
-
-    value: Callable[[Tensor], Tensor] = field(kw_only=True)
     oracle: TransportOracle | None = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class FrankWolfe(GradientAttack):
-    """Frank-Wolfe on any ball.
+    """Frank-Wolfe with steps ``gamma = 2 / (t + 2)``, on any ball.
 
     Attributes:
         steps: gradient steps.
-        rule: ``"harmonic"`` steps ``2 / (t + 2)``, or ``"line-search"`` the best of seven lengths from 1 down to 1/64
-            (seven forward passes a step).
-        reg: ``None`` takes nearly the farthest point, at the temperature that suits the gradient; a number, the
-            entropic one for the gradient scaled to a largest entry of 1, the paper's conjugate, as far as the oracle's
-            sweeps find it; ``inf`` the exact farthest point, which takes many times as long.
-        random_start: start at a random point of the ball.
-        tol: tolerance of exact corners.
-        max_iter: iterations of exact corners.
     """
 
     steps: int = 40
-    rule: Literal["harmonic", "line-search"] = "harmonic"
-    reg: float | None = None
-    random_start: bool = False
-    tol: float = 1e-3
-    max_iter: int = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
         inputs.check_count("steps", self.steps)
-        if self.reg is not None:
-            inputs.check_positive("reg", self.reg, inf=True)
-        inputs.check_positive("tol", self.tol)
-        inputs.check_count("max_iter", self.max_iter)
-        if self.rule not in ("harmonic", "line-search"):
-            raise ValueError(f'rule must be "harmonic" or "line-search", got {self.rule!r}')
 
     @property
     def n_gradients(self) -> int:
         return self.steps
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Mixture:
-        x, ball = batch.x, batch.ball
+        x, problem = batch.x, batch.ball.problem(batch.x)
+        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         # In float64, so that the mixture of many corners is rounded once, for the model.
-        z, distance = (
-            x.to(torch.float64),
-            torch.zeros(x.shape[0], dtype=torch.float64, device=x.device),
-        )
-        proof: Plan | None = None
-        if self.random_start:
-            start = ball.sample(x, generator)
-            z, distance = start.to(torch.float64), distance_bound(ball, x, start)
-        elif self.proofs and ball.has_plans:
-            proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
-        problem = ball.problem(x) if self.reg != math.inf else None
-        oracle = None
+        state = _Mixture(x, batch.ball, x.to(torch.float64), zero, oracle=None)
         if problem is not None:
-            oracle = TransportOracle(
+            state.oracle = TransportOracle(
                 problem, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
             )
-        return _Mixture(x, ball, z, distance, proof, value=batch.value, oracle=oracle)
+            state.proof = batch.keep_proofs(Plan) if self.proofs else None
+        return state
 
     def advance(self, state: _Mixture, gradient: Tensor) -> _Mixture:
-        corner, reach, plan = self._corner(state, normalised(gradient))
-        if self.rule == "harmonic":
-            gamma = torch.zeros_like(state.distance) + 2 / (state.n_steps + 2)
+        direction = normalised(gradient)
+        gamma = torch.full_like(state.distance, 2 / (state.n_steps + 2))
+        if state.oracle is None:
+            found = state.ball.support(state.x, direction)
+            corner, state.kernel = found.point, found.kernel
+            reach = state.ball.distance(state.x, corner).to(torch.float64)
         else:
-            gamma = _line_search(state.value, state.z, corner, state.x.dtype)
-        if isinstance(state.proof, Plan) and plan is not None:
-            state.proof = state.proof.mixed(gamma, plan.written().cancelled())
+            point = state.oracle(state.oracle.along(direction, NATS))
+            corner, state.kernel, reach = point.z, point.kernel, point.cost / state.oracle.unit
+            if isinstance(state.proof, Plan) and point.proof is not None:
+                state.proof = state.proof.mixed(gamma, point.proof.written().cancelled())
         state.z = state.z + per_image(gamma, state.z) * (corner - state.z)
         state.distance = state.distance + gamma * (reach - state.distance)
         return state
-
-    def _corner(
-        self, state: _Mixture, direction: Tensor
-    ) -> tuple[Tensor, Tensor, StoredPlan | None]:
-        """About the farthest point in float64, how far it is at most, and the plan that proves it, if there is one."""
-        if state.oracle is not None:
-            along = (
-                state.oracle.along(direction, NATS) if self.reg is None else self.reg * direction
-            )
-            point = state.oracle(along)
-            state.kernel = point.kernel
-            return point.z.to(torch.float64), point.cost / state.oracle.unit, point.proof
-        options = understood(state.ball.support, tol=self.tol, max_iter=self.max_iter)
-        result = state.ball.support(state.x, direction, math.inf, **options)
-        state.kernel = result.kernel
-        corner, plan = result.point.to(torch.float64), result.plan
-        if plan is not None:
-            corner = into_box(plan.columns().reshape(state.x.shape), state.ball.box)
-        return corner, distance_bound(state.ball, state.x, result.point, plan), plan
-
-
-def _line_search(
-    value: Callable[[Tensor], Tensor], z: Tensor, corner: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Of the lengths of :data:`LINE_SEARCH`, the one of highest value, per image."""
-    best = torch.full((z.shape[0],), -torch.inf, dtype=dtype, device=z.device)
-    gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)
-    for length in LINE_SEARCH:
-        reached = value((z + length * (corner - z)).to(dtype))
-        gamma = torch.where(reached > best, length, gamma)
-        best = torch.maximum(best, reached)
-    return gamma

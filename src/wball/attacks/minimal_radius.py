@@ -26,6 +26,8 @@ from wball.model import Model, as_found, ask, full_precision, judge, reached
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
+TOL = 0.01
+"""An image is done when its interval is this small relative to the upper end."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,41 +65,35 @@ def minimal_radius(
     x: Tensor,
     y: Tensor,
     attack: Attack,
-    lo: float = 0.0,
-    hi: float = 1.0,
     *,
+    hi: float = 1.0,
     rounds: int = 6,
-    tol: float = 0.01,
     target: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> MinimalRadius:
-    """Search, per image, the smallest radius in ``[lo, hi]`` at which ``attack`` succeeds.
+    """Search, per image, the smallest radius up to ``hi`` at which ``attack`` succeeds.
 
     Args:
         model: images to logits.
         x: images.
         y: their labels.
         attack: any attack; its ball's radius is replaced by those of the search.
-        lo: radius below which not to look.
-        hi: radius above which not to look.
+        hi: largest radius.
         rounds: halvings after the attack at ``hi``.
-        tol: an image is done when the interval is this small relative to its upper end.
         target: target classes, for a targeted search.
         generator: source of randomness.
     """
     if not isinstance(attack, Attack):
         raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
-    if not 0 <= lo < hi < math.inf:
-        raise ValueError(f"lo and hi must satisfy 0 <= lo < hi < inf, got {lo} and {hi}")
+    inputs.check_positive("hi", hi)
     inputs.check_count("rounds", rounds, 0)
-    inputs.check_positive("tol", tol)
     x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
     x = x.to(result_dtype(x))
     y = check_labels("y", y, x)
     target = None if target is None else check_labels("target", target, x)
     batch = x.shape[0]
     radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
-    failed = torch.full_like(radius, lo)
+    failed = torch.zeros_like(radius)
     images, tried = x.clone(), torch.zeros(batch, dtype=torch.long, device=x.device)
     todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
     attack = attack.at(hi).prepared(model, x, y)
@@ -126,8 +122,8 @@ def minimal_radius(
         missed = todo[~success]
         failed[missed] = torch.maximum(failed[missed], eps[missed])
         # An example may turn up below a radius that once failed.
-        failed = torch.where(radius < failed, torch.full_like(failed, lo), failed)
-        open_interval = radius.isfinite() & (radius > lo) & (radius - failed > tol * radius)
+        failed = torch.where(radius < failed, 0.0, failed)
+        open_interval = radius.isfinite() & (radius - failed > TOL * radius)
         todo = open_interval.nonzero().squeeze(1)
         eps = torch.where(open_interval, (radius + failed) / 2, eps)
     return MinimalRadius(radius, failed, images, radius.isfinite(), tried)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from wball import inputs
 from wball.attacks.base import (
     GradientAttack,
     distance_bound,
-    plan_of_nothing,
     understood,
 )
 from wball.attacks.batch import AttackBatch, State
@@ -191,7 +189,7 @@ class PGD(GradientAttack):
         proof: Plan | None = None
         # The fused projection has no plans, nor has a point that is given or drawn.
         if self.proofs and fused is None and z is x and self.mode == "exact" and ball.has_plans:
-            proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
+            proof = batch.keep_proofs(Plan)
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
     def _grow(self, state: _Projected) -> None:

@@ -123,6 +123,42 @@ def without(found: AttackResult, index: Tensor) -> AttackResult:
     return replace(found, success=success, status=tuple(status))
 
 
+def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
+    """``best`` with the images at ``index`` replaced where a later attack did ``better``."""
+    where = index[better]
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        out = old.clone()
+        out[where] = new[better]
+        return out
+
+    steps, queries = best.n_steps.clone(), best.queries
+    steps[index] += found.n_steps
+    if queries is not None and found.queries is not None:
+        queries = queries.clone()
+        queries[index] += found.queries
+    proof = None
+    if best.proof is not None and found.proof is not None:
+        proof = best.proof.put(where, found.proof.take(better))
+    status = list(best.status)
+    for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
+        # One attack with a gradient is enough to say that the image survived.
+        if success or status[i] is AttackStatus.NO_GRADIENT:
+            status[i] = state
+    names = ["images", "success", "distance", "loss", "radius"]
+    names += ["member"] if best.member is not None and found.member is not None else []
+    parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
+    return replace(
+        best,
+        **parts,
+        n_steps=steps,
+        status=tuple(status),
+        kernel=joined_kernels((best.kernel, found.kernel)),
+        proof=proof,
+        queries=queries,
+    )
+
+
 def joined(parts: list[AttackResult]) -> AttackResult:
     """The results of several batches as one."""
     if len(parts) == 1:

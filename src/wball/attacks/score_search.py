@@ -22,15 +22,14 @@ Each image chooses between two sizes: the larger, if answers to the smaller say 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wball.attacks import objectives
-from wball.attacks.base import into_box, normal, plan_of_nothing
-from wball.attacks.batch import AttackBatch
+from wball.attacks.base import into_box, normal
+from wball.attacks.batch import AttackBatch, plan_of_nothing
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.attacks.search import Search, reachable_pixels
 from wball.batch import per_image
@@ -92,7 +91,7 @@ class ScoreSearch(Search):
             noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes), rivals=self._rivals(batch),
         )  # fmt: skip
         if self.proofs and batch.ball.has_plans:
-            state.proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
+            state.proof = batch.keep_proofs(FactoredPlan)
         reachable = reachable_pixels(batch.ball, x, generator)
         state.noise = reachable * self._size(batch, state, reachable, generator)
         return state

@@ -53,6 +53,7 @@ control experiments (:mod:`wball.attacks.control`) say about the numbers.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -67,13 +68,12 @@ from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
-from wball.attacks.result import AttackResult, AttackStatus, empty, without
+from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.stand_ins import Smoothed
 from wball.attacks.views import LOOKED_AT, View, best_view
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
-from wball.result import joined_kernels
 
 Version = Literal["standard", "fast"]
 
@@ -179,7 +179,8 @@ class StandardAttack(Attack):
 
     Attributes:
         version: ``"standard"`` or ``"fast"``.
-        check: warn of signs that a robust accuracy may be an artefact (:mod:`wball.attacks.checks`).
+        check: warn of signs that a robust accuracy may be an artefact
+            (:class:`wball.attacks.checks.ModelWarning`).
         view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
     """
 
@@ -233,8 +234,8 @@ class StandardAttack(Attack):
         return sum(member.n_gradients for member in self.members())
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:
-        if self.check:
-            checks.check_model(model, x, y)
+        for message in checks.find_signs(model, x, y).values() if self.check else ():
+            warnings.warn(message, checks.ModelWarning, stacklevel=3)
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
         """The attack with its view of the model, for several calls on one model, as at several radii."""
@@ -393,7 +394,7 @@ class _Ensemble:
             self.best, better = found, torch.ones_like(found.success)
         else:
             better = _is_better(self.best, here, found)
-            self.best = _merged(self.best, here, found, better)
+            self.best = updated(self.best, here, found, better)
         self.member[here[found.success & better]] = number
 
     def round_attempts(self, number: int) -> None:
@@ -460,38 +461,3 @@ def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor
     """Where a later member did better: a success, or a higher loss."""
     before = best.success[index]
     return (found.success & ~before) | ((found.success == before) & (found.loss > best.loss[index]))
-
-
-def _merged(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
-    """``best`` with the images at ``index`` replaced where a later member did ``better``."""
-    where = index[better]
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        out = old.clone()
-        out[where] = new[better]
-        return out
-
-    steps, queries = best.n_steps.clone(), best.queries
-    steps[index] += found.n_steps
-    if queries is not None and found.queries is not None:
-        queries = queries.clone()
-        queries[index] += found.queries
-    proof = None
-    if best.proof is not None and found.proof is not None:
-        proof = best.proof.put(where, found.proof.take(better))
-    status = list(best.status)
-    for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
-        # One member with a gradient is enough to say that the image survived.
-        if success or status[i] is AttackStatus.NO_GRADIENT:
-            status[i] = state
-    names = ("images", "success", "distance", "loss", "radius")
-    parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
-    return replace(
-        best,
-        **parts,
-        n_steps=steps,
-        status=tuple(status),
-        kernel=joined_kernels((best.kernel, found.kernel)),
-        proof=proof,
-        queries=queries,
-    )

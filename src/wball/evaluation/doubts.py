@@ -22,8 +22,6 @@ the model (:mod:`wball.attacks.checks`).
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks.base import understood
-from wball.attacks.checks import ModelWarning, check_model
+from wball.attacks.checks import find_signs
 from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
@@ -78,18 +76,8 @@ def as_warnings(
 
 
 def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
-    """What the checks of the model report. ``ZeroGradientWarning`` has the code zero-gradient."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_model(model, x, y)
-    signs = []
-    for entry in caught:
-        if issubclass(entry.category, ModelWarning):
-            name = entry.category.__name__.removesuffix("Warning")
-            code = re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
-            remedy = str(getattr(entry.category, "remedy", ""))
-            signs.append(EvaluationWarning(code, str(entry.message), remedy))
-    return signs
+    """What the checks of the model report."""
+    return [EvaluationWarning(*sign) for sign in find_signs(model, x, y).items()]
 
 
 def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:

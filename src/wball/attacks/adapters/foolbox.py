@@ -11,7 +11,6 @@ what its attacks return; here nothing needs clipping, so ``clipped`` is ``raw``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import eagerpy as ep
@@ -23,8 +22,7 @@ from foolbox.models import Model
 from torch import Tensor
 
 from wball.attacks.base import Attack
-from wball.attacks.result import AttackResult
-from wball.result import joined_kernels
+from wball.attacks.result import AttackResult, updated
 
 
 class FoolboxAttack(FoolboxBase):
@@ -81,25 +79,8 @@ class FoolboxAttack(FoolboxBase):
         for _ in range(self.times - 1):
             again = attack(model, x, y, target=target, generator=generator)
             better = again.success & ~best.success
-            fields = ("images", "success", "distance", "loss", "n_steps", "radius", "member")
-            known = [name for name in fields if getattr(best, name) is not None]
-            pick: dict[str, Any] = {
-                name: _where(better, getattr(again, name), getattr(best, name)) for name in known
-            }
-            if best.proof is not None:
-                pick["proof"] = (
-                    None if again.proof is None else again.proof.where(better, best.proof)
-                )
-            states = zip(better.tolist(), again.status, best.status, strict=True)
-            status = tuple(a if b else c for b, a, c in states)
-            best = replace(
-                best, status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick
-            )
+            best = updated(best, torch.arange(len(x), device=x.device), again, better)
         return best
-
-
-def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def _labels(criterion: Any, x: Tensor, model: Model) -> tuple[Tensor, Tensor | None]:
