@@ -116,7 +116,7 @@ def test_the_checker_is_never_above_the_exact_minimum(seed: int) -> None:
     for k in range(2):
         one, label = ball.take(torch.tensor([k])), int(y[k])
         exact = _exact(net, x[k], label, one)
-        network = Network(trace(net, x, ball), x.device)
+        network = Network(trace(net, x), x.device)
         whole = Checker(network, domain(one, x[k], "full", 3.0))
         assert float(whole.margins(label).amin()) <= exact + 1e-7
 

@@ -23,8 +23,7 @@ from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.certificate import Method
 from wball.certificates.tracing import trace
-from wball.input_sets.charges import rounded_up
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Rows, rounded_up
 
 LONG = bool(os.environ.get("WBALL_LONG"))
 IMAGES = 100 if LONG else 16

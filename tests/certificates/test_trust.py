@@ -507,7 +507,7 @@ def test_deep_networks_pass_the_comparison() -> None:
                 module.running_mean.fill_(30.0)
                 module.bias.data.fill_(30.0)
         x = images().to(dtype)
-        trace(net, x, wball.WassersteinBall(0.1))
+        trace(net, x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 import wball
 from wball.certificates import certificate
 from wball.input_sets import TransportSet
-from wball.input_sets.charges import Charges
 from wball.input_sets.detours import detours
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Charges, Rows
 
 
 @pytest.mark.parametrize("reach", [2.0, 3.0, 4.0])

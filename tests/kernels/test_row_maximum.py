@@ -12,8 +12,7 @@ from certificates.exact import euclidean
 from kernels.cases import DEVICE, need, random_images
 from wball import WassersteinBall
 from wball.input_sets import TransportSet
-from wball.input_sets.charges import Charges
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Charges, Rows
 from wball.kernels.row_maximum import row_maximum
 from wball.kernels.row_maximum.reference import worth_of
 

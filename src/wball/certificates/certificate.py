@@ -184,7 +184,7 @@ def certify(
     """
     x, y = _check(x, y, ball)
     effort = Effort(method, plans, steps, reg, batch_size, time_limit)
-    graph = trace(model, x, ball)
+    graph = trace(model, x)
     batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
     with trust.steady(model, batches):
         return _certify(model, graph, x, y, ball, effort)
@@ -309,7 +309,7 @@ def certified_radius(
     clean = _clean_margin(model, x, y) if x.shape[0] else trial
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
     above, below = clean.clone(), clean.clone()  # margins at both ends
-    graph = trace(model, x, ball.at(trial))
+    graph = trace(model, x)
     for _ in range(rounds):
         apart = high.isinf() | (high - low > high / FINE)
         index = (apart & (clean > 0)).nonzero()[:, 0]

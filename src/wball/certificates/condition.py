@@ -18,8 +18,7 @@ from torch import Tensor
 
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
-from wball.input_sets.charges import Charges
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Charges, Rows
 
 TIMES = (0.5, 1.5, 4.0)
 """Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the

@@ -13,22 +13,20 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.convolution import transposed
 from wball.certificates.curves import CURVES, Curve, Lines, curve_lines
 from wball.input_sets.rows import Rows, add, trim
-
-PRODUCT = 2**24
-"""Numbers that a convolution written out as a matrix may have."""
 
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]
 """Centre and radius of every coordinate."""
+
+FOLDED = 2**27
+"""Numbers that a folded convolution may hold at a time."""
 
 
 @dataclass(frozen=True)
@@ -104,49 +102,24 @@ class Conv2d(Affine):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    matrices: list[Tensor] = field(
-        default_factory=list, compare=False, repr=False
-    )  # see :meth:`_product`
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a, weight = rows.coeff, self.weight.to(rows.coeff.dtype)
         constant = (
             a.new_zeros(a.shape[0]) if self.bias is None else a.sum((2, 3)) @ self.bias.to(a.dtype)
         )
-        settings: dict[str, Any] = {
-            "stride": self.stride,
-            "dilation": self.dilation,
-            "groups": self.groups,
-        }
-        if rows.corner is None:
-            spans = [self.dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)]
-            least = [
-                (a.shape[2 + k] - 1) * self.stride[k] - 2 * self.padding[k] + spans[k]
-                for k in (0, 1)
-            ]
-            settings["output_padding"] = [self.before[1 + k] - least[k] for k in (0, 1)]
-            settings["padding"] = self.padding
-            if (
-                a.is_cuda
-                and a.dtype == torch.float64
-                and a[0].numel() * math.prod(self.before) <= PRODUCT
-            ):
-                return constant, [rows.like(self._product(a, weight, settings))]
-            return constant, [rows.like(F.conv_transpose2d(a, weight, **settings))]
         out = transposed(a, weight, self.stride, self.dilation, self.groups)
+        if rows.corner is None:
+            top, left = self.padding
+            bottom, right = (
+                self.before[k] + self.padding[k - 1] - out.shape[k + 1] for k in (1, 2)
+            )
+            return constant, [rows.like(F.pad(out, (-left, right, -top, bottom)))]
         corner = (
             rows.corner[0] * self.stride[0] - self.padding[0],
             rows.corner[1] * self.stride[1] - self.padding[1],
         )
         return constant, [trim(Rows(out, rows.image, corner), self.before)]
-
-    def _product(self, a: Tensor, weight: Tensor, settings: dict[str, Any]) -> Tensor:
-        """The transposed convolution as one matrix product: in float64 GPUs have fast products, not
-        convolutions."""
-        if not self.matrices:
-            every = torch.eye(a[0].numel(), dtype=a.dtype, device=a.device).reshape(-1, *self.shape)
-            self.matrices.append(F.conv_transpose2d(every, weight, **settings).flatten(1))
-        return (a.flatten(1) @ self.matrices[0]).reshape(-1, *self.before)
 
     def forward(self, *values: Tensor) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)
@@ -407,3 +380,61 @@ def back(
                 add(pending[source], part, graph.ops[source].shape) if source in pending else part
             )
     return constant, pending[0]
+
+
+def transposed(
+    a: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """The transposed convolution of ``a`` (N, C, h, w) without padding.
+
+    Many small maps are multiplied by one matrix. In float64, windows of others are: on a GPU, and
+    on a CPU if there are more channels after it than before (otherwise copying them takes longer).
+    """
+    count, *patch = a.shape
+    cells = math.prod(patch)
+    sides = [
+        (patch[1 + k] - 1) * stride[k] + dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)
+    ]
+    out = (weight.shape[1] * groups, *sides)
+    if count <= 2 * cells or cells * math.prod(out) > 2**22:
+        pays = a.is_cuda or weight.shape[1] > weight.shape[0]
+        if pays and a.dtype == torch.float64 and dilation == (1, 1) and groups == 1:
+            return folded(a, weight, stride)
+        return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
+    # Float64 keeps the weights as they are: GPUs may round the input of float32 convolutions.
+    every = torch.eye(cells, dtype=torch.float64, device=a.device).reshape(cells, *patch)
+    matrix = F.conv_transpose2d(
+        every, weight.double(), stride=stride, dilation=dilation, groups=groups
+    )
+    return (a.flatten(1) @ matrix.to(a.dtype).flatten(1)).reshape(count, *out)
+
+
+def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """The same, as one product of the windows of ``a`` for all remainders by the stride.
+
+    Outputs with the same remainder are an ordinary convolution of ``a`` with a part of the kernel.
+    """
+    channels, height, width = a.shape[1:]
+    down, across = stride
+    tall, broad = -(-weight.shape[2] // down), -(-weight.shape[3] // across)  # windows of ``a``
+    full = F.pad(weight, (0, broad * across - weight.shape[3], 0, tall * down - weight.shape[2]))
+    parts = full.reshape(channels, -1, tall, down, broad, across).flip(2, 4)
+    matrix = parts.permute(0, 2, 4, 1, 3, 5).reshape(channels * tall * broad, -1)
+    rows, columns = height + tall - 1, width + broad - 1
+    step = max(1, FOLDED // (rows * columns * (matrix.shape[0] + 2 * matrix.shape[1])))
+    found = []
+    for some in a.split(step):
+        padded = F.pad(some, (broad - 1, broad - 1, tall - 1, tall - 1))
+        windows = padded.unfold(2, tall, 1).unfold(3, broad, 1).permute(0, 2, 3, 1, 4, 5)
+        out = windows.reshape(-1, matrix.shape[0]) @ matrix
+        out = out.reshape(some.shape[0], rows, columns, weight.shape[1], down, across).permute(
+            0, 3, 1, 4, 2, 5
+        )
+        found.append(out.flatten(4).flatten(2, 3))
+    bottom, right = (height - 1) * down + weight.shape[2], (width - 1) * across + weight.shape[3]
+    whole = found[0] if len(found) == 1 else torch.cat(found)  # a copy would take as long again
+    return whole[..., :bottom, :right]

@@ -28,12 +28,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import (
-    anchored_line,
-    either,
-    relax_curve,
-    upper_line,
-)
 from wball.certificates.anchor import (
     LIMIT,
     Anchor,
@@ -43,7 +37,15 @@ from wball.certificates.anchor import (
     charge,
     image_convolution,
 )
-from wball.certificates.bounds import ROUNDING, Bounds, Intervals
+from wball.certificates.bounds import (
+    ROUNDING,
+    Bounds,
+    Intervals,
+    anchored_line,
+    either,
+    relax_curve,
+    upper_line,
+)
 from wball.certificates.condition import Condition
 from wball.certificates.graph import Activation, Curved, Graph, back
 from wball.input_sets import InputSet

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ from wball import inputs
 from wball.inputs import result_dtype
 from wball.model import Model, ask, evaluating, top_class
 
-Metric = Literal["euclidean", "manhattan"]
-
 
 @dataclass(frozen=True)
 class SmoothingResult:
@@ -44,12 +41,10 @@ class SmoothingResult:
     Attributes:
         prediction: the class with the most votes.
         abstained: bool: the votes do not support a prediction; ``radius`` is 0.
-        radius: certified radius (0 for :meth:`FlowSmoothing.predict`), float64, in the unit of
-            ``metric``.
+        radius: certified radius (0 for :meth:`FlowSmoothing.predict`), float64.
         probability: lower bound of the predicted class's probability, float64.
         alpha: probability, per image, that the statement is wrong.
         samples: number of noisy copies that were counted.
-        metric: ground distance of the radius.
     """
 
     prediction: Tensor
@@ -58,7 +53,6 @@ class SmoothingResult:
     probability: Tensor
     alpha: float
     samples: int
-    metric: Metric
 
     def certified(self, y: Tensor, eps: float = 0.0) -> Tensor:
         """Which images are right and certified beyond ``eps``."""
@@ -127,19 +121,16 @@ def lower_confidence(successes: int, trials: int, alpha: float) -> float:
     return 0.0 if successes == 0 else float(beta.ppf(alpha, successes, trials - successes + 1))
 
 
-def laplace_radius(probability: float, scale: float, metric: Metric = "euclidean") -> float:
+def laplace_radius(probability: float, scale: float) -> float:
     """The tight radius for a class of at least this probability under Laplace flow noise of this
     scale.
 
-    >>> round(laplace_radius(0.99, 0.01, "manhattan"), 4)
-    0.0391
+    >>> round(laplace_radius(0.99, 0.01), 4)
+    0.0277
     """
-    if metric not in ("euclidean", "manhattan"):
-        raise ValueError(f'metric must be "euclidean" or "manhattan", got {metric!r}')
     if probability <= 0.5:
         return 0.0
-    radius = -scale * math.log(2 * max(1 - probability, 1e-300))
-    return radius / math.sqrt(2) if metric == "euclidean" else radius
+    return -scale * math.log(2 * max(1 - probability, 1e-300)) / math.sqrt(2)
 
 
 class FlowSmoothing:
@@ -148,18 +139,14 @@ class FlowSmoothing:
     Args:
         model: the base model, best trained with :func:`flow_noise` of the same scale.
         scale: Laplace scale of the noise on the flow of a mass-1 image.
-        metric: ground distance of radii; ``euclidean`` is that of the default ball.
         batch_size: noisy images per forward pass.
     """
 
-    def __init__(
-        self, model: Model, scale: float, metric: Metric = "euclidean", batch_size: int = 1000
-    ) -> None:
+    def __init__(self, model: Model, scale: float, batch_size: int = 1000) -> None:
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         self.model, self.scale = model, inputs.check_positive("scale", scale)
-        laplace_radius(0.5, scale, metric)
-        self.metric, self.batch_size = metric, inputs.check_count("batch_size", batch_size)
+        self.batch_size = inputs.check_count("batch_size", batch_size)
 
     @torch.no_grad()
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
@@ -233,12 +220,12 @@ class FlowSmoothing:
         guess = self.votes(x, select, generator).argmax(1)
         counts = self.votes(x, samples, generator).gather(1, guess[:, None])[:, 0]
         low = [lower_confidence(int(k), samples, alpha) for k in counts.tolist()]
-        radius = [laplace_radius(p, self.scale, self.metric) for p in low]
+        radius = [laplace_radius(p, self.scale) for p in low]
         abstained = torch.tensor([p <= 0.5 for p in low], dtype=torch.bool, device=x.device)
         return self._result(guess, abstained, radius, low, alpha, samples)
 
+    @staticmethod
     def _result(
-        self,
         prediction: Tensor,
         abstained: Tensor,
         radius: list[float],
@@ -249,12 +236,4 @@ class FlowSmoothing:
         def wide(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=prediction.device)
 
-        return SmoothingResult(
-            prediction,
-            abstained,
-            wide(radius),
-            wide(low),
-            alpha,
-            samples,
-            self.metric,
-        )
+        return SmoothingResult(prediction, abstained, wide(radius), wide(low), alpha, samples)

@@ -2,8 +2,8 @@
 
 Every call of a PyTorch function goes through :class:`Recorder`, wherever it is made from: a
 module, a hook, a patched method, a loop. The first run gets tensors without values
-(:mod:`wball.certificates.valueless`), so nothing it does can depend on the values of an image; the
-second one gets points of the ball, in another batch size and with gradients. Both must record the
+(:class:`Valueless`), so nothing it does can depend on the values of an image; the
+second one gets images and points around them, in another batch size and with gradients. Both must record the
 same graph. A function that is not on the list is refused by name, and so is what a list of
 functions cannot show: a tensor read after it was changed under another name, values that leave the
 tensors, results in less precision.
@@ -12,6 +12,7 @@ tensors, results in less precision.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from threading import get_ident
@@ -23,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from wball.ball import Ball
 from wball.certificates import functions, trust
 from wball.certificates.calls import Call, Source
 from wball.certificates.graph import (
@@ -32,19 +32,17 @@ from wball.certificates.graph import (
     Op,
 )
 from wball.certificates.trust import UnsupportedModule
-from wball.certificates.valueless import Valueless, memory
 from wball.model import evaluating
 
 BATCH = 3
 """Images of the run without values."""
 
 
-def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
+def trace(model: nn.Module, x: Tensor) -> Graph:
     """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B,
     n)``).
 
-    Refused: a model that runs something else at points of the ``ball`` around ``x``, or answers
-    something else there.
+    Refused: a model that runs or answers something else at points around the images ``x``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -57,7 +55,7 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
             f"the model computes in {dtype}, whose rounding may change its answers inside a "
             "certified ball; convert it with model.float(), then certify and run that model"
         )
-    points = trust.probes(x, ball).to(dtype)
+    points = trust.probes(x).to(dtype)
     with evaluating(model), trust.undisturbed(inner):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
@@ -128,6 +126,78 @@ def _equal(first: Any, second: Any) -> bool:
             _equal(a, b) for a, b in zip(first, second, strict=True)
         )
     return type(first) is type(second) and bool(first == second)
+
+
+READERS = frozenset(
+    {"numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__", "__dlpack__"}
+)
+"""Attributes that read values in ways that no operation of PyTorch shows."""
+
+
+class Valueless(Tensor):
+    """Shape, dtype and device of a tensor, and which others share its memory; asking for its values
+    is an error.
+
+    PyTorch's own ``FakeTensor`` does the same, but loads its compiler for it, and all that this
+    depends on. Here zeros stand behind the shapes, where no model can read them.
+    """
+
+    behind: Tensor
+    watch: Callable[..., None] | None = None  # told of every operation, in any thread
+
+    @staticmethod
+    def __new__(cls, behind: Tensor) -> Valueless:
+        made: Valueless = Tensor._make_wrapper_subclass(
+            cls,
+            behind.shape,
+            strides=behind.stride(),
+            storage_offset=behind.storage_offset(),
+            dtype=behind.dtype,
+            device=behind.device,
+        )
+        made.behind = behind
+        return made
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in READERS and self.watch is not None:
+            self.watch(name, (), {}, reads=True)
+        return super().__getattribute__(name)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given: dict[int, Valueless] = {}
+        watch = next(
+            (t.watch for t in tree_flatten((args, kwargs))[0] if isinstance(t, Valueless)), None
+        )
+        if watch is not None:
+            watch(func, args, kwargs or {})
+
+        def strip(value: Any) -> Any:
+            if isinstance(value, Valueless):
+                given[id(value.behind)] = value
+                return value.behind
+            return value
+
+        def wrap(value: Any) -> Any:
+            if id(value) in given:  # what works in place returns what it got
+                return given[id(value)]
+            made = cls(value)
+            made.watch = watch
+            return made
+
+        args, kwargs = tree_map(strip, (args, dict(kwargs or {})))
+        found = func(*args, **kwargs)
+        if any(not isinstance(part, Tensor) for part in tree_flatten(found)[0]):
+            raise RuntimeError(f"{func} asks for the values of a tensor, which depend on the image")
+        return tree_map(wrap, found)
+
+
+def memory(tensor: Tensor) -> int:
+    """What two tensors have in common if one changes with the other."""
+    held = tensor.behind if isinstance(tensor, Valueless) else tensor
+    return held.untyped_storage()._cdata
 
 
 class _Watcher(TorchDispatchMode):

@@ -2,7 +2,7 @@ r"""The largest value of linear functions over a set of images: all that a linea
 
 A ball answers with an :class:`InputSet` (``ball.input_set(x, plans)``); nothing else about it
 enters a certificate. Sets whose images are made by transport plans can also add charges on moved
-mass (:mod:`wball.input_sets.charges`).
+mass (:mod:`wball.input_sets.rows`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from wball.input_sets.charges import Charges
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Charges, Rows
 
 Plans = Literal["window", "full"]
 """The transport plans a proof holds for: those of the ball's window, or all."""

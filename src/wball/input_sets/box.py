@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from wball.input_sets.base import ROUNDS, InputSet
-from wball.input_sets.charges import Charges
-from wball.input_sets.rows import Rows, units
+from wball.input_sets.rows import Charges, Rows, units
 
 
 class IntervalSet(InputSet):

@@ -33,9 +33,8 @@ from torch.nn import functional as F
 
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, InputSet, Plans
-from wball.input_sets.charges import Charges, rounded_up, spread
 from wball.input_sets.detours import Detours, detours, tiers_from
-from wball.input_sets.rows import Rows, inside, read_patches
+from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
 from wball.kernels.row_maximum.reference import entropic_psi, worth_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
-from wball.certificates.activations import upper_line
+from wball.certificates.bounds import upper_line
 from wball.certificates.graph import (
     Activation,
     Affine,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
-from wball.certificates import CertificateStatus, certificate, certify, relaxation, tables
+from wball.certificates import CertificateStatus, anchor, certificate, certify, relaxation
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import bound, gains, search
@@ -260,7 +260,7 @@ def test_images_closest_to_certification_come_first(monkeypatch: pytest.MonkeyPa
     net, x, y, eps = tiny(3)
     x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
-    searching = search.Search(net, trace(net, x, ball), ball, "full", 10.0, 2**22, 1, 2**31)
+    searching = search.Search(net, trace(net, x), ball, "full", 10.0, 2**22, 1, 2**31)
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
 
     def spend(self: search.Search, left: Tensor) -> None:
@@ -270,7 +270,7 @@ def test_images_closest_to_certification_come_first(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(search.Search, "_search", spend)
     margin = torch.tensor([-3.0, -0.5, -0.1, -7.0], dtype=torch.float64)
-    searching.decide(x, y, margin, torch.zeros(4, dtype=torch.float64))
+    searching.decide(x, y, margin, torch.zeros(4, dtype=torch.float64), Bounds())
     assert asked == [(2, 10.0), (1, 13.0), (0, 13.0), (3, 13.0)]
 
 
@@ -289,13 +289,13 @@ def test_rows_meet_the_gains_of_their_own_table(
     gains = torch.rand((1 if table == [0, 0] else 6, 4, 40), generator=draw)
     weight = torch.rand((len(table), 4), generator=draw).requires_grad_()
     gains = gains * (torch.rand(gains.shape, generator=draw) < (0.1 if sparse else 1.0))
-    spread = tables.Spread(torch.tensor(table, dtype=torch.long), gains.shape[0])
-    found = spread.product(weight, tables.Tables(gains))
+    spread = anchor.Spread(torch.tensor(table, dtype=torch.long), gains.shape[0])
+    found = spread.product(weight, anchor.Tables(gains))
     wanted = torch.einsum("nu,num->nm", weight, gains[table])
     torch.testing.assert_close(found, wanted)
-    monkeypatch.setattr(tables, "MANY", 1)
+    monkeypatch.setattr(anchor, "MANY", 1)
     exact = torch.einsum("nu,num->nm", weight.detach().double(), gains[table].double())
-    double = spread.product(weight.detach().double(), tables.Tables(gains))
+    double = spread.product(weight.detach().double(), anchor.Tables(gains))
     torch.testing.assert_close(double, exact, rtol=1e-14, atol=1e-15)
     some = torch.arange(40) == 3 if sparse else torch.ones(40)  # the first row gets nothing back
     later = torch.arange(len(table))[:, None] > 0

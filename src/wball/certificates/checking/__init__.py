@@ -4,7 +4,7 @@ never searches.
 :func:`verify` reads the model again (:mod:`.network`), bounds it layer by layer (:mod:`.bounds`)
 and maximises over the ball by weak duality (:mod:`.plans`), in float64 with every rounding error
 accounted for. It shares the reading of the model with :func:`wball.certify`, which compares its
-graph with the model at points of the ball, and none of the code that computes bounds. For
+graph with the model at points around the images, and none of the code that computes bounds. For
 ``method="complete"`` it replays the parts, slopes and prices that the certificate stores; any such
 numbers give a sound bound, so it need not trust them.
 """
@@ -121,7 +121,7 @@ def verify(
     try:
         if claimed:
             with trust.steady(model, [x]):
-                graph = trace(model, x, ball)
+                graph = trace(model, x)
             network = Network(graph, x.device)
     except (Unfollowed, UnsupportedModule) as error:
         reason = str(error)

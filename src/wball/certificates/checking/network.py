@@ -1,7 +1,7 @@
 """The network of a model as the checker uses it: affine maps and bends of one image, in float64.
 
 The reading itself is :func:`wball.certificates.tracing.trace`, which refuses what it does not
-follow and compares its graph with the model at points of the ball. The checker makes its own
+follow and compares its graph with the model at points around the images. The checker makes its own
 reading of the model in this way, and shares no other code with the bounds of a certificate: a map
 is the operation itself, transposed by differentiation, and its magnitudes are those of the
 operation with absolute weights.

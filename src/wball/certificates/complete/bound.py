@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, relax_curve, upper_line
 from wball.certificates.anchor import Anchor, UnitAnchor, charge
-from wball.certificates.bounds import ROUNDING, Bounds
+from wball.certificates.bounds import ROUNDING, Bounds, anchored_line, relax_curve, upper_line
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Activation, Curved, Graph, back
 from wball.input_sets import InputSet
-from wball.input_sets.charges import Charges
-from wball.input_sets.rows import Rows
+from wball.input_sets.rows import Charges, Rows
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
 """Step lengths of Adam by kind, relative; those of the box are in units of a row's largest

@@ -12,7 +12,7 @@ from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems
 from wball.certificates.relaxation import Relaxation
 from wball.input_sets import InputSet
-from wball.input_sets.charges import Charges, rounded_up
+from wball.input_sets.rows import Charges, rounded_up
 
 FIRST_LIMIT = 2**16
 """Numbers per image and pixel that the gains of a first convolution may hold, which has the

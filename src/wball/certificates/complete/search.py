@@ -28,6 +28,7 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
+from wball.certificates.anchor import ranked
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
 from wball.certificates.complete.gains import listed, open_problems, together
@@ -35,7 +36,6 @@ from wball.certificates.complete.nodes import Closed, Leaf, Nodes
 from wball.certificates.condition import condition
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
-from wball.certificates.tables import ranked
 from wball.input_sets import InputSet, Plans
 from wball.model import Model, ask, evaluating
 
