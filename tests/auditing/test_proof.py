@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wball
 from problems import arc_list
-from wball import DenseCost, GridCost, StencilCost, WassersteinBall, audit
+from wball import AuditReport, DenseCost, GridCost, StencilCost, WassersteinBall, audit
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
 from wball.plan import FactoredPlan, Plan, StoredPlan
@@ -44,15 +44,25 @@ def images(ball: WassersteinBall, count: int = 5, channels: int = 2, seed: int =
 MOVES = GridCost().arcs(5, 6, torch.zeros(()))
 
 
+def linear(pixels: int = 60) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 3))
+
+
+def proved(ball: wball.Ball, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None) -> AuditReport:
+    """The audit of points that their plans prove to be valid."""
+    report = audit(ball, x, z, plan=plan, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    return report
+
+
 def climbed(
     ball: WassersteinBall, steps: int = 12, **settings: object
 ) -> tuple[Tensor, wball.AttackResult]:
     """The result of an attack on a random linear model, with its proof."""
     x = images(ball)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
     attack = wball.DualAveraging(ball, steps=steps, until_success=False, proofs=True, **settings)  # type: ignore[arg-type]
-    return x, attack(model, x, torch.arange(5) % 3)
+    return x, attack(linear(), x, torch.arange(5) % 3)
 
 
 def formula(cost: GroundCost, x: Tensor, proof: FactoredPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -83,8 +93,7 @@ def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch)
     x, found = climbed(ball)
     exact = audit(ball, x, found.images)
     monkeypatch.setattr(ot, "emd", lambda *a, **k: pytest.fail("a transport problem was solved"))
-    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    report = proved(ball, x, found.images, found.proof)
     assert bool((report.distance >= exact.distance * (1 - 1e-7) - 1e-7).all())
     torch.testing.assert_close(report.distance, found.distance, rtol=1e-4, atol=1e-6)
 
@@ -106,14 +115,12 @@ def test_other_attacks_list_their_plans(
 ) -> None:
     assert isinstance(attack.ball, WassersteinBall)
     x = images(attack.ball)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    model = linear()
     y = model(x).argmax(1)
     y[1] = (y[1] + 1) % 3
     found = replace(attack, proofs=True, until_success=until_success)(model, x, y)
     assert isinstance(found.proof, Plan)
-    report = audit(attack.ball, x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    report = proved(attack.ball, x, found.images, found.proof)
     assert bool(
         (report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all()
     )
@@ -126,20 +133,17 @@ def test_other_attacks_list_their_plans(
 @pytest.mark.parametrize("window", [3, 31])
 def test_images_of_one_row_or_column(shape: tuple[int, ...], window: int) -> None:
     x = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3))
     ball = WassersteinBall(0.2, GridCost(window))
     attack = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)
-    found = attack(model, x, torch.arange(4) % 3)
-    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    found = attack(linear(math.prod(shape)), x, torch.arange(4) % 3)
+    report = proved(ball, x, found.images, found.proof)
     assert torch.allclose(report.distance, found.distance, atol=1e-6)
 
 
 def test_attacks_that_have_no_plan_say_nothing() -> None:
     ball = BALLS["grid"]
     x = images(ball)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    model = linear()
     y = model(x).argmax(1)
     for attack in (
         wball.PGD(ball, steps=2, random_start=True, proofs=True),
@@ -161,15 +165,13 @@ def test_from_every_kernel_and_at_any_sharpness(
     monkeypatch.setenv("WBALL_KERNEL", kernel)
     x, found = climbed(BALLS["grid"], **settings)  # type: ignore[arg-type]
     assert found.kernel == kernel
-    report = audit(BALLS["grid"], x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    proved(BALLS["grid"], x, found.images, found.proof)
 
 
 def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
     ball = BALLS["grid"]
     x = images(ball, 12)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    model = linear()
     y = model(x).argmax(1)
     y[3] = (y[3] + 1) % 3
     attack = wball.StandardAttack(
@@ -178,8 +180,7 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
     found = attack(model, x, y)
     assert 2 < int(found.success.sum()) < 12
     assert isinstance(found.proof, FactoredPlan)
-    report = audit(ball.at(0.05), x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    report = proved(ball.at(0.05), x, found.images, found.proof)
     assert float(report.distance[3]) == 0.0
     assert replace(attack, proofs=False)(model, x, y).proof is None
     torch.testing.assert_close(
@@ -226,17 +227,17 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
     proof, z = found.proof, found.images
     assert isinstance(proof, FactoredPlan)
 
-    def proved(x: Tensor, z: Tensor, proof: StoredPlan) -> Tensor:
+    def proves(x: Tensor, z: Tensor, proof: StoredPlan) -> Tensor:
         return proved_distance(ball.cost, x.double(), z.double(), proof).isfinite()
 
-    assert proved(x, z, proof).all()
+    assert proves(x, z, proof).all()
     moved = z.clone()
     moved[:, :, 2, 2], moved[:, :, 2, 3] = z[:, :, 2, 2] - 1e-4, z[:, :, 2, 3] + 1e-4
-    assert not proved(x, moved, proof).any()
-    assert not proved(x, z * 1.0001, proof).any()
-    assert not proved(x.roll(1, 0), z, proof).any()
-    assert not proved(x.flip(3), z.flip(3), proof).any()
-    assert not proved(x, z.flip(1), proof).any()
+    assert not proves(x, moved, proof).any()
+    assert not proves(x, z * 1.0001, proof).any()
+    assert not proves(x.roll(1, 0), z, proof).any()
+    assert not proves(x.flip(3), z.flip(3), proof).any()
+    assert not proves(x, z.flip(1), proof).any()
     nan = torch.full_like(proof.keep, math.nan)
     for wrong in (
         replace(proof, potentials=proof.potentials.flip(2)),
@@ -250,7 +251,7 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
         replace(proof, potentials=proof.potentials * math.inf),
         proof.take(torch.tensor([1, 2, 3, 4, 0])),
     ):
-        assert not proved(x, z, wrong).any()
+        assert not proves(x, z, wrong).any()
     report = audit(ball, x, z, plan=proof.take(torch.tensor([1, 2, 3, 4, 0])), exact="needed")
     assert (
         report.exact.all() and report.all_valid
@@ -281,7 +282,7 @@ def test_listed_proofs_are_plans() -> None:
     result = ball.project(x, images(ball, seed=7).double())
     assert result.plan is not None
     report = audit(ball, x, result.point, plan=result.plan.flow, exact="needed")
-    same = audit(ball, x, result.point, plan=result.plan, exact="needed")
+    same = proved(ball, x, result.point, result.plan)
     assert report.all_valid and not report.exact.any()
     assert torch.equal(report.distance, same.distance)
 
@@ -291,23 +292,10 @@ def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
     x, found = climbed(ball)
     proof = found.proof
     assert isinstance(proof, FactoredPlan)
-    whole = audit(ball, x, found.images, plan=proof, exact="needed").distance
+    whole = proved(ball, x, found.images, proof).distance
     monkeypatch.setitem(proved_distance.__globals__["AT_ONCE"], "cpu", 1)
-    torch.testing.assert_close(
-        audit(ball, x, found.images, plan=proof, exact="needed").distance, whole
-    )
-    assert (
-        len(
-            audit(
-                ball,
-                x[:0],
-                found.images[:0],
-                plan=proof.take(torch.zeros(0).long()),
-                exact="needed",
-            )
-        )
-        == 0
-    )
+    torch.testing.assert_close(proved(ball, x, found.images, proof).distance, whole)
+    assert len(proved(ball, x[:0], found.images[:0], proof.take(torch.zeros(0).long()))) == 0
     with pytest.raises(ValueError, match=r"plan\.keep must have shape"):
         audit(ball, x, found.images, plan=replace(proof, keep=proof.keep[:, :1]), exact="needed")
     with pytest.raises(TypeError, match="plan must be arcs"):
@@ -352,7 +340,6 @@ def test_on_a_gpu() -> None:
     found = wball.DualAveraging(ball, steps=60, until_success=False, proofs=True)(
         model, x, model(x).argmax(1)
     )
-    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
-    assert report.all_valid and not report.exact.any()
+    report = proved(ball, x, found.images, found.proof)
     exact = audit(ball, x.cpu(), found.images.cpu()).distance
     assert bool((report.distance.cpu() >= exact * (1 - 1e-6)).all())

@@ -20,6 +20,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow  # test_resuming.py does the same without certificates
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_interrupted_evaluation_with_complete_certificates_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

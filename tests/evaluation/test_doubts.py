@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 import wball
-from wball.attacks import Attack, AttackResult, AttackStatus
+from evaluation.linear import BALL, Claims
 from wball.attacks.findings import Finding
 from wball.evaluation import (
     Evaluation,
@@ -26,29 +25,12 @@ from wball.evaluation import (
 from wball.evaluation import evaluate as run
 from wball.evaluation.doubts import as_warnings
 
-BALL = wball.WassersteinBall(0.4)
-
 
 class FourClasses(nn.Module):
     """The brightest quarter of an image; no notice about few classes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.adaptive_avg_pool2d(x, 2).flatten(1) * 20
-
-
-class Lazy(Attack):
-    """Finds nothing, as an attack does whose gradients are masked."""
-
-    @property
-    def n_gradients(self) -> int:
-        return 1
-
-    def attack_batch(
-        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
-    ) -> AttackResult:
-        none = torch.zeros(len(x), dtype=torch.float64)
-        status = (AttackStatus.SURVIVED,) * len(x)
-        return AttackResult(x.clone(), none > 0, none, none, none.long(), status, none)
 
 
 def images(count: int = 20) -> tuple[Tensor, Tensor]:
@@ -148,7 +130,7 @@ def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) ->
     """At a radius where other images are in reach, an attack that finds nothing is caught without gradients."""
     x, y = images()
     ball = wball.WassersteinBall(20.0, cost=wball.GridCost(11))
-    result = run(FourClasses(), x, y, ball, 20.0, Lazy(ball), out=tmp_path)
+    result = run(FourClasses(), x, y, ball, 20.0, Claims(ball, how="nothing"), out=tmp_path)
     assert result.accuracy_at(20.0) == 1.0
     assert {w.code for w in result.warnings} == {"missed-example"} and not result.reliable
     assert "NOT RELIABLE: missed-example" in result.verdict()
@@ -171,36 +153,20 @@ def test_what_the_attack_dealt_with_is_no_reason_to_doubt() -> None:
     assert [d.code for d in doubts] == ["masked-gradients"] and doubts[0].remedy
 
 
-class Doubting(Lazy):
-    """Reports a serious finding on every batch."""
-
-    def attack_batch(
-        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
-    ) -> AttackResult:
-        found = super().attack_batch(model, x, y, *rest, **more)
-        return replace(found, findings=(Finding("loss-still-rising", len(x), len(x)),))
-
-
 def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path: Path) -> None:
     x, y = images()
     result = run(
-        FourClasses(), x, y, BALL, [0.01, 0.02], Doubting(BALL), batch_size=6, out=tmp_path
+        FourClasses(),
+        x,
+        y,
+        BALL,
+        [0.01, 0.02],
+        Claims(BALL, how="nothing", codes=("loss-still-rising",)),
+        batch_size=6,
+        out=tmp_path,
     )
     (warning,) = result.warnings
     assert warning.code == "loss-still-rising" and warning.message.startswith(
         "40 of 40 images survived"
     )
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6
-
-
-def test_names_inside_files_do_not_command_the_terminal(sound: Evaluation) -> None:
-    from rich.console import Console
-
-    settings = {
-        **sound.settings,
-        "model": {**sound.settings["model"], "name": "evil\x1b]0;title\x07 \x1b[31mred"},
-    }
-    console = Console(record=True, width=200, force_terminal=False)
-    console.print(replace(sound, settings=settings).table())
-    shown = console.export_text()
-    assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from evaluation.linear import BALL, RADII, attack, problem
-from wball.attacks import Attack, AttackResult, AttackStatus
+from evaluation.linear import BALL, RADII, Claims, attack, measure, problem
 from wball.evaluation import evaluate, exit_code, load_evaluation
 from wball.evaluation.batches import Batches
-from wball.evaluation.stream import Stream, open_stream
+from wball.evaluation.stream import open_stream
 
 batches = importlib.import_module("wball.evaluation.batches")
 
@@ -38,37 +37,9 @@ def exact_radius(model: nn.Module, x: Tensor, y: Tensor, hi: float) -> float:
     return high
 
 
-@dataclass(frozen=True)
-class Claims(Attack):
-    """Claims success on every image, and keeps the base class from taking false claims back."""
-
-    how: str = "copy"
-
-    def stored(self, found: AttackResult, *rest: Any, **more: Any) -> AttackResult:
-        return found
-
-    @property
-    def n_gradients(self) -> int:
-        return 1
-
-    def attack_batch(
-        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
-    ) -> AttackResult:
-        if self.how == "copy":
-            z = x.clone()
-        elif self.how == "darken":
-            z = x * 0.5
-        else:
-            z = x.flip(3)  # far outside the ball
-        ones = torch.ones(len(x), dtype=torch.float64)
-        return AttackResult(
-            z, ones > 0, 0 * ones, ones, ones.long(), (AttackStatus.FOUND,) * len(x), ones
-        )
-
-
 def test_numbers_agree_with_the_exact_radii_of_a_linear_model() -> None:
     model, x, y = problem(8)
-    result = evaluate(model, x, y, BALL, RADII, attack(), name="halves", certify="crown")
+    result = measure(model, x, y, name="halves", certify="crown")
     assert result.clean_accuracy == pytest.approx(7 / 8)
     exact = [0.0] + [exact_radius(model, x[i : i + 1], y[i : i + 1], 0.8) for i in range(1, 8)]
     for eps in RADII:
@@ -164,7 +135,7 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
     inner = ot.emd
     monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
     model, x, y = problem(40)
-    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a")
+    result = measure(model, x, y, out=tmp_path / "a")
     found = result.images["read_as"] >= 0
     at = [int((result.images["found_at"] == eps).sum()) for eps in RADII]
     sampled = sum(min(2, n) for n in at)
@@ -177,7 +148,7 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
     assert [w is not None for w in words] == found.tolist()
     assert words.count("plan, exact") == sampled and words.count("plan") == audit["proved_by_plan"]
 
-    every = evaluate(model, x, y, BALL, RADII, attack(), exact="all")
+    every = measure(model, x, y, exact="all")
     assert (
         every.audit_summary()["exact_transport"] == int(found.sum())
         and every.audit_summary()["both"] == 0
@@ -205,22 +176,12 @@ def scale_distances(patch: pytest.MonkeyPatch, of_plans: float, exact: float) ->
 VIOLATIONS = wball.WassersteinBall.violations
 
 
-@pytest.mark.parametrize(("side", "count"), [(28, 50), (64, 32), (224, 2), (1024, 1)])
-def test_the_exact_check_of_large_images_is_bounded(side: int, count: int) -> None:
-    """32 or 1 % of 5,000, but no more pixels than 32 images of 64 x 64 x 3, and at least one."""
-    image = torch.empty(1, 3, side, side, device="meta")
-    data = Stream(5000, lambda _: (image, image[:, 0, 0, 0]), None, image.device)
-    run = Batches(nn.Identity(), data, BALL, attack(), {"batch_size": 700}, Path(), print)  # type: ignore[arg-type]
-    data.first = image  # type: ignore[misc]
-    assert sum(run._sampled(batch) for batch in range(run.count)) == count
-
-
 def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the plan check: what it vouches for is twice as far as it says."""
     monkeypatch.setattr(batches, "SAMPLE_LEAST", 1)
     scale_distances(monkeypatch, 0.5, 1.0)
     model, x, y = problem(40)
-    result = evaluate(model, x, y, BALL, RADII, attack())
+    result = measure(model, x, y)
     found = (result.images["read_as"] >= 0).nonzero().squeeze(1).tolist()
     assert list(result.disagreements) == found and len(found) > 3
     assert result.audit_summary()["proved_by_plan"] == 0
@@ -229,34 +190,29 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(result.images["distance"][found], again.distance)
 
     scale_distances(monkeypatch, 1.0, 100.0)
-    result = evaluate(model, x, y, BALL, RADII, attack())
+    result = measure(model, x, y)
     assert {r["index"] for r in result.rejected} == set(result.disagreements) == set(found)
     assert result.accuracy_at(0.4) == result.clean_accuracy and not len(result.examples["index"])
 
 
 @pytest.mark.parametrize("mass", ["relative", "absolute"])
-def test_rounding_is_no_disagreement(mass: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_no_disagreement(mass: Any) -> None:
     """At tiny radii float32 images say less about their distance than a ten-thousandth of it."""
     model, x, y = problem(40)
     ball = wball.WassersteinBall(1e-5 if mass == "relative" else 1e-4, mass=mass)
     found = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)(model, x, y)
-    promised = wball.audit(ball, x, found.images, plan=found.proof, exact="needed")
-    assert promised.all_valid and int(promised.exact.sum()) < 20
-    plans, radius = (~promised.exact).nonzero().squeeze(1), torch.full((40,), ball.eps).double()
+    radius = torch.full((40,), ball.eps).double()
     claims = batches._Claims(torch.arange(40), found.images, radius, radius.long(), found.proof)
     data, settings = open_stream(x, y, model, ball.box), {"batch_size": 40, "seed": 0}
     run = Batches(model, data, ball, attack(), settings, Path(), lambda *_, **__: None)  # type: ignore[arg-type]
-    for share, wrong in ((1.0, []), (0.5, plans.tolist())):
-        scale_distances(monkeypatch, share, 1.0)
-        batch = batches._Batch(x, y, {}, {"batch": 0, "disagreements": []})
-        _, proof = run._audit(batch, claims)
-        assert batch.notes["disagreements"] == wrong
-        assert int((proof == 3).sum()) == (len(wrong) or min(32, len(plans)))
+    batch = batches._Batch(x, y, {}, {"batch": 0, "disagreements": []})
+    _, proof = run._audit(batch, claims)
+    assert batch.notes["disagreements"] == [] and int((proof == 3).sum()) >= 20
 
 
 def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
     model, x, y = problem(8)
-    result = evaluate(model, x, y, BALL, RADII, attack(), certify="crown", out=tmp_path)
+    result = measure(model, x, y, certify="crown", out=tmp_path)
     assert result.verification == {
         "checked": 4,
         "confirmed": 4,
@@ -267,7 +223,7 @@ def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
     assert "independent checker: 4 of 4" in result.verdict()
     assert json.loads((tmp_path / "results.json").read_text())["verification"]["confirmed"] == 4
     assert load_evaluation(tmp_path).verification == result.verification
-    assert evaluate(model, x, y, BALL, RADII, attack()).verification is None
+    assert measure(model, x, y).verification is None
 
 
 def test_certificates_that_are_not_confirmed_make_an_evaluation_unreliable(
@@ -334,12 +290,6 @@ def test_what_is_not_a_number_is_not_right() -> None:
     assert [p.accuracy for p in result.curve()] == [0.0] * 4
 
 
-def test_radii_as_arrays() -> None:
-    model, x, y = problem(2)
-    for radii in (np.array(RADII), torch.tensor(RADII, dtype=torch.float64), np.float64(0.1)):
-        assert evaluate(model, x, y, BALL, radii, attack()).radii in (RADII, [0.1])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("where", ["array", "counter", "data", "attribute"])
 def test_a_model_that_changes_between_calls_is_found(where: str) -> None:
     """Whatever holds the state: the model is asked the same again at the end."""
@@ -364,9 +314,9 @@ def test_a_model_that_changes_between_calls_is_found(where: str) -> None:
             }[where]
             return self.net(z) * (1.0 if seen < 60 else 0.5)
 
-    result = evaluate(Changes(), x, y, BALL, RADII, attack(), batch_size=2)
+    result = measure(Changes(), x, y, batch_size=2)
     assert "changed-answers" in {w.code for w in result.warnings} and not result.reliable
-    assert not evaluate(model, x, y, BALL, RADII, attack(), batch_size=2).warnings
+    assert not measure(model, x, y, batch_size=2).warnings
 
 
 def test_rounding_on_another_device_is_no_change_of_the_model() -> None:
@@ -394,13 +344,13 @@ def test_clean_accuracy_near_chance_is_a_warning(tmp_path: Path) -> None:
 def test_any_function_is_an_attack_that_need_not_be_trusted() -> None:
     """Its images count at every radius above their distances, unless judge or audit refuse them."""
     model, x, y = problem()
-    honest = evaluate(model, x, y, BALL, RADII, attack())
+    honest = measure(model, x, y)
 
     def function(model: Any, x: Tensor, y: Tensor) -> Tensor:
         found = attack()(model, x, y).images
         return torch.where(y[:, None, None, None] == 1, found, 1 - x)
 
-    result = evaluate(model, x, y, BALL, RADII, function)
+    result = measure(model, x, y, attack=function)
     found = result.images["read_as"] >= 0
     assert result.settings["attack"]["function"].endswith("function")
     assert bool(found.any()) and (y[found] == 1).all()
@@ -437,23 +387,9 @@ def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
 
     model, x, y = problem(6)
     before = x.clone()
-    result = evaluate(InPlace(), x, y, BALL, RADII, attack())
+    result = measure(InPlace(), x, y)
     assert torch.equal(x, before) and result.audit_summary()["rejected"] == 0
-    assert (
-        result.summary()["curve"] == evaluate(model, x, y, BALL, RADII, attack()).summary()["curve"]
-    )
-
-
-def test_other_threat_models() -> None:
-    model, x, y = problem()
-    ball = wball.LinfBall(0.1)
-    result = evaluate(model, x, y, ball, [0.02, 0.1], wball.PGD(ball, steps=5))
-    assert result.unit == "pixel value" and result.accuracy_at(0.1) <= result.accuracy_at(0.02)
-    stencil = wball.WassersteinBall(
-        0.2, cost=wball.StencilCost(((math.inf, 1, math.inf), (1, 0, 1), (math.inf, 1, math.inf)))
-    )
-    result = evaluate(model, x, y, stencil, attack=wball.DualAveraging(stencil, steps=4))
-    json.dumps(result.to_dict(), allow_nan=False)
+    assert result.summary()["curve"] == measure(model, x, y).summary()["curve"]
 
 
 def test_histograms(tmp_path: Path) -> None:
@@ -472,7 +408,7 @@ def test_histograms(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     model, x, y = problem()
-    expected = evaluate(model, x, y, BALL, RADII, attack())
+    expected = measure(model, x, y)
     found = evaluate(
         model.cuda(), x.cuda(), y.cuda(), BALL, RADII, attack(), out=tmp_path, certify="crown"
     )
@@ -489,6 +425,7 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
         (ValueError, "2 classes", {"y": y + 1}),
         (ValueError, "does not take images of shape", {"x": x[..., :5]}),
         (ValueError, "empty", {"x": x[:0], "y": y[:0]}),
+        (TypeError, "got the class Linear", {"model": nn.Linear}),
         (ValueError, "radii must be finite", {"radii": [0.0, 0.1]}),
         (ValueError, "minimal", {"radii": "smallest"}),
         (ValueError, "standard", {"attack": "pgd"}),

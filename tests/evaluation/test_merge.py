@@ -10,28 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import wball
+from evaluation.linear import BALL, bytes_in_classes
 from wball.cli import main
 from wball.evaluation import Evaluation, OtherSettings, load_evaluation, merge_evaluations
 
-BALL = wball.WassersteinBall(0.4)
 BATCH = 4
 
 
-def problem(count: int = 16) -> tuple[nn.Module, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(count, 1, 6, 6, generator=generator)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
-    with torch.no_grad():
-        model[1].weight.copy_(torch.randn(4, 36, generator=generator))
-        model[1].bias.zero_()
-    return model, x, model(x).argmax(1)
-
-
 def run(part: slice, out: Path | None = None, **more: Any) -> Evaluation:
-    model, x, y = problem()
+    model, x, y = bytes_in_classes(16)
     settings: dict[str, Any] = {
         "radii": [0.1, 0.4],
         "attack": wball.PGD(BALL, steps=4),
@@ -115,18 +104,8 @@ def test_the_example_of_a_pool(tmp_path: Path, pytestconfig: pytest.Config) -> N
     """``examples/pool.py`` on a Dask cluster of two processes says what one evaluation says."""
     pytest.importorskip("distributed")
     example = pytestconfig.rootpath / "examples" / "pool.py"
-    words = [
-        sys.executable,
-        str(example),
-        "--local",
-        "2",
-        "--images",
-        "12",
-        "--parts",
-        "3",
-        "--out",
-        str(tmp_path),
-    ]
+    options = ("--local", "2", "--images", "12", "--parts", "3", "--out", str(tmp_path))
+    words = [sys.executable, str(example), *options]
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from evaluation.linear import BALL, RADII, attack, problem
+from evaluation.linear import BALL, RADII, attack, measure, problem
 from wball.evaluation import FolderInUse, OtherSettings, evaluate
 from wball.storage.atomic import locked, write_whole
 from wball.storage.files import read_json, read_tensors, write_tensors
@@ -60,8 +60,8 @@ def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
 def test_one_process_per_folder(tmp_path: Path) -> None:
     model, x, y = problem()
     with locked(tmp_path), pytest.raises(FolderInUse, match="in use"):
-        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+        measure(model, x, y, out=tmp_path)
+    measure(model, x, y, out=tmp_path)
 
 
 def test_a_file_system_without_locks_is_not_a_folder_in_use(
@@ -97,7 +97,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
     model, x, y = problem(4)
-    ready = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    ready = measure(model, x, y, out=tmp_path)
     content = json.loads((tmp_path / "results.json").read_text())
     parts = {
         "results.json": ("{", "{}", json.dumps({**content, "images": {}})),
@@ -109,10 +109,10 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
         for text in texts:
             (tmp_path / name).write_text(text)
             with pytest.raises(ValueError, match=f"{name} is not? .*overwrite"):
-                evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+                measure(model, x, y, out=tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "results.json").write_text("{}")
-    again = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, overwrite=True)
+    again = measure(model, x, y, out=tmp_path, overwrite=True)
     assert again.summary() == ready.summary()
 
 
@@ -120,9 +120,9 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
 def test_batches_of_another_run_are_named_and_computed_again(tmp_path: Path, damage: str) -> None:
     model, x, y = problem(4)
     settings: dict[str, Any] = {"name": "m", "batch_size": 2}
-    whole = evaluate(model, x, y, BALL, RADII, attack(), **settings)
+    whole = measure(model, x, y, **settings)
     with pytest.raises(Dies):
-        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, **settings)
+        measure(Fragile(model, 40), x, y, out=tmp_path, **settings)
     path = tmp_path / "batches" / "batch-00000.safetensors"
     state, notes = read_tensors(path)
     if damage == "columns":
@@ -135,19 +135,14 @@ def test_batches_of_another_run_are_named_and_computed_again(tmp_path: Path, dam
     with pytest.warns(
         UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"
     ):
-        again = evaluate(
-            Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, **settings
-        )
+        again = measure(Fragile(model, 10**9), x, y, out=tmp_path, **settings)
     assert again.summary() == whole.summary()
 
 
 def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) -> None:
     model, x, y = problem(4)
-    before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
-    assert (
-        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary()
-        == before.summary()
-    )
+    before = measure(model, x, y, out=tmp_path / "net", name="m")
+    assert measure(model, x, y, out=tmp_path / "net", name="m").summary() == before.summary()
     with pytest.raises(OtherSettings, match="logits for the first"):
         evaluate(
             nn.Sequential(*model, nn.Tanh()),
@@ -159,7 +154,7 @@ def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) ->
             out=tmp_path / "net",
             name="m",
         )
-    evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+    measure(lambda z: model(z), x, y, out=tmp_path / "function")
     with pytest.raises(OtherSettings, match="logits for the first"):
         evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
 
@@ -170,4 +165,4 @@ def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) ->
             return model(z) + float(np.random.default_rng().random())
 
     for _ in range(2):
-        evaluate(Dice(), x, y, BALL, RADII, attack(), out=tmp_path / "dice")
+        measure(Dice(), x, y, out=tmp_path / "dice")

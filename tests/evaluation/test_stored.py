@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import wball
-from evaluation.linear import BALL, RADII, attack, problem
+from evaluation.linear import BALL, RADII, attack, measure, problem
 from wball.evaluation import Evaluation, OtherSettings, evaluate, load_evaluation
 from wball.report.figures import save_figures
 from wball.storage.files import Log
@@ -19,13 +19,10 @@ from wball.storage.files import Log
 
 def test_saved_and_read_back(tmp_path: Path) -> None:
     model, x, y = problem()
-    result = evaluate(
+    result = measure(
         model,
         x,
         y,
-        BALL,
-        RADII,
-        attack(),
         out=tmp_path / "a",
         command="made by a test",
         data="spots",
@@ -41,20 +38,20 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
         assert torch.equal(again.images[name], result.images[name])
     assert not (tmp_path / "a" / "batches").exists()
     before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
+    measure(model, x, y, out=tmp_path / "a", data="spots")
     assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
     with pytest.raises(OtherSettings, match="a different seed"):
-        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots", seed=1)
+        measure(model, x, y, out=tmp_path / "a", data="spots", seed=1)
     with pytest.raises(OtherSettings, match="sha256"):
-        evaluate(model, x * 0.5, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
-    other = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", seed=1, overwrite=True)
+        measure(model, x * 0.5, y, out=tmp_path / "a", data="spots")
+    other = measure(model, x, y, out=tmp_path / "a", seed=1, overwrite=True)
     assert other.settings["seed"] == 1
 
 
 @pytest.mark.parametrize("checksum", ["kept", "removed", "not a number"])
 def test_edited_results_are_refused(tmp_path: Path, checksum: str) -> None:
     model, x, y = problem(4)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    measure(model, x, y, out=tmp_path)
     file = tmp_path / "results.json"
     content = json.loads(file.read_text())
     for name in content.keys() - {"format", "sha256", "verification"}:
@@ -68,23 +65,11 @@ def test_edited_results_are_refused(tmp_path: Path, checksum: str) -> None:
             load_evaluation(tmp_path)
 
 
-def test_names_of_any_kind_are_stored_as_text(tmp_path: Path) -> None:
-    model, x, y = problem(2)
-    result = evaluate(
-        model, x, y, BALL, RADII, attack(), name=5, data=Path("a"), command=Path("b"), out=tmp_path
-    )  # type: ignore[arg-type]
-    assert (result.name, result.settings["data"]["name"], result.provenance["command"]) == (
-        "5",
-        "a",
-        "b",
-    )
-
-
 def test_images_of_another_run_are_refused(tmp_path: Path) -> None:
     """Also if they are as many, at the same positions."""
     model, x, y = problem(6)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "0")
-    evaluate(model, 0.99 * x, y, BALL, RADII, attack(), out=tmp_path / "1")
+    measure(model, x, y, out=tmp_path / "0")
+    measure(model, 0.99 * x, y, out=tmp_path / "1")
     for name in ("examples.safetensors", "exhibit.safetensors"):
         shutil.copytree(tmp_path / "0", tmp_path / name)
         shutil.copy(tmp_path / "1" / name, tmp_path / name / name)
@@ -108,7 +93,7 @@ def test_the_log_follows_no_link(tmp_path: Path) -> None:
 
 def test_exhibit_shows_every_radius() -> None:
     model, x, y = problem()
-    result = evaluate(model, x, y, BALL, RADII, attack())
+    result = measure(model, x, y)
     shown = result.exhibit
     assert shown["explorer_radii"].tolist() == RADII
     assert torch.equal(shown["original"], x[shown["index"]])

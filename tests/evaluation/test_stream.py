@@ -22,22 +22,11 @@ from torch.utils.data import (
 )
 
 import wball
+from evaluation.linear import BALL
+from evaluation.linear import bytes_in_classes as problem
 from wball.evaluation import Evaluation, evaluate
-from wball.evaluation.stream import open_stream
-from wball.provenance import fingerprint
 
-BALL = wball.WassersteinBall(0.4)
 FILES = ("results.json", "examples.safetensors", "exhibit.safetensors")
-
-
-def problem(count: int = 14) -> tuple[nn.Module, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 200, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
-    with torch.no_grad():
-        model[1].weight.copy_(torch.randn(4, 36, generator=generator))
-        model[1].bias.zero_()
-    return model, x, model(x.float() / 255).argmax(1)
 
 
 class Items(Dataset[Any]):
@@ -82,16 +71,6 @@ class Named:
 NAMES = ["0", "1", "2", "3"]
 
 
-def _hugging_face(x: Tensor, y: Tensor) -> Any:
-    datasets = pytest.importorskip("datasets")
-    items = Items(x, y, "PIL")
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
-    )
-    columns = {"image": [items[k][0] for k in range(len(items))], "label": y.tolist()}
-    return datasets.Dataset.from_dict(columns, features=features)
-
-
 def run(x: Any, y: Any = None, out: Path | None = None, **more: Any) -> Evaluation:
     model, _, _ = problem()
     attack = wball.DualAveraging(BALL, steps=4, random_start=1.0)
@@ -134,7 +113,6 @@ FORMS: dict[str, Any] = {
         DataLoader(Items(x, y, "PIL"), batch_size=3, num_workers=2),
     ),
     "Hugging Face's style": lambda x, y, _: (Named(x, y),),
-    "Hugging Face": lambda x, y, _: (_hugging_face(x, y),),
     "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
     "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
     "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
@@ -187,12 +165,6 @@ def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(
     items = Items(x, y)
     run(items, out=tmp_path)  # finished: nothing but the fingerprint is read
     assert items.read <= 14 + 2
-
-
-def test_fingerprints_are_those_of_the_tensors() -> None:
-    _, x, y = problem(130)
-    digest, labels = open_stream(Items(x, y), None, None, (0.0, 1.0)).survey()
-    assert digest == fingerprint(x.float() / 255, y) and torch.equal(labels, y)
 
 
 def test_too_many_examples_are_sampled_and_that_is_said(
@@ -302,17 +274,6 @@ class Classes(Items):
     @property
     def classes(self) -> list[str]:
         return NAMES
-
-
-def test_models_that_are_none_say_so() -> None:
-    _, x, y = problem()
-    one = torch.export.export(problem()[0], (x[:1].float(),)).module()
-    with pytest.raises(
-        ValueError, match="one image at a time: export it with a dynamic batch axis"
-    ):
-        evaluate(one, x.float() / 255, y, BALL)
-    with pytest.raises(TypeError, match="got the class Linear"):
-        evaluate(nn.Linear, x.float() / 255, y, BALL)  # type: ignore[arg-type]
 
 
 def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
