@@ -94,7 +94,7 @@ class WassersteinBall(Ball):
         reg: float = math.inf,
         *,
         tol: float = 1e-6,
-        max_iter: int = 200,
+        max_iter: int = 500,
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""

@@ -22,17 +22,12 @@ class Columns(ABC):
         lo: the least value of a column.
         hi: the largest value of a column, possibly infinite.
         linear: whether ``f`` is linear.
-        damping: Newton's matrix gets this times residual / range of u on its diagonal. Neighbours
-            that exchange mass only with each other leave a direction without curvature. There the
-            damped step is as long as the range of u over this; an undamped Newton step would be
-            longer by orders of magnitude.
     """
 
     target: Tensor
     lo: float
     hi: float
     linear: ClassVar[bool]
-    damping: ClassVar[float]
 
     @abstractmethod
     def objective(self, z: Tensor) -> Tensor:
@@ -77,7 +72,6 @@ class Quadratic(Columns):
     is."""
 
     linear = False
-    damping = 1e-3  # much more makes steps crawl where points are far from the box
 
     def objective(self, z: Tensor) -> Tensor:
         return 0.5 * (self.target - z).square().flatten(1).sum(1)
@@ -120,7 +114,6 @@ class Linear(Columns):
     lo``) more."""
 
     linear = True
-    damping = 0.5  # columns have no curvature of their own
 
     def objective(self, z: Tensor) -> Tensor:
         return -dot(self.target, z)

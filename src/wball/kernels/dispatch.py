@@ -37,7 +37,6 @@ def _modules(operation: str, kernels: tuple[str, ...] = KERNELS) -> dict[str, st
 OPERATIONS: dict[str, dict[str, str]] = {
     "entropic_plan": _modules("entropic_plan"),
     "projected_sinkhorn": _modules("projected_sinkhorn"),
-    "entropic_path": _modules("entropic_path", ("cpu", "torch")),
     "proximal_newton": _modules("proximal_newton"),
     "linear_maximum": _modules("linear_maximum"),
     "row_maximum": _modules("row_maximum"),

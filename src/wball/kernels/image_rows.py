@@ -19,7 +19,6 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled, split
-from wball.kernels.price import crossing
 from wball.moves import StencilMoves
 
 
@@ -53,8 +52,7 @@ class Images(NamedTuple):
     budget: Any
     target: Any
     start: Any
-    tau_start: Any
-    tau_end: Any
+    tau: Any
     offset: Any
     floor: Any
 
@@ -77,7 +75,6 @@ def improve(
     settings: NamedTuple,
     problem: Problem,
     start: Tensor,
-    tau_start: Tensor,
     max_iter: int,
     best: Best,
 ) -> Tensor:
@@ -87,8 +84,7 @@ def improve(
 
     columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
     images = (
-        problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset,
-        limits.floor,
+        problem.x, problem.budget, columns.target, start, problem.tau, limits.offset, limits.floor,
     )  # fmt: skip
     given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
@@ -131,7 +127,9 @@ class ImageProblem(NamedTuple):
     lo: float
     hi: float
     budget: float
+    tau: float
     linear: bool
+    noise: float  # size of the terms of a dual whose sums cancel
     beyond: float  # value of the columns out of reach
     offset: float  # of the objective, and the gap that always counts as solved
     floor: float
@@ -248,13 +246,13 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def]
+def repaired(p, share, sweeps, flow, z):  # type: ignore[no-untyped-def]
     """The feasible plan near the shares, in ``flow``. Returns its objective and its entropy
     term."""
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             flow[a, k] = p.mass[a] * share[a, k]
-    if tau_end == 0.0:  # opposite flows are waste, but the entropy asks for them
+    if p.tau == 0.0:  # opposite flows are waste, but the entropy asks for them
         cancel(p, flow)
     if p.hi < math.inf or p.lo > 0.0:
         into_box(p, flow, sweeps, z)
@@ -269,18 +267,17 @@ def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def
     for j in range(z.size):
         value += -p.target[j] * z[j] if p.linear else 0.5 * (p.target[j] - z[j]) ** 2
     entropy = 0.0
-    if tau_end > 0.0:
+    if p.tau > 0.0:
         for a in range(flow.shape[0]):
             for k in range(flow.shape[1]):
                 if flow[a, k] > 0.0:
-                    entropy += flow[a, k] * math.log(flow[a, k] / p.mass[a])
-    return value + tau_end * entropy, tau_end * entropy
+                    entropy += p.tau * flow[a, k] * math.log(flow[a, k] / p.mass[a])
+    return value + entropy, entropy
 
 
 @compiled(inner=True)
-def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
-    """Lower bounds of the optimum at ``tau_end`` and without entropy, for any ``u`` and ``psi >=
-    0``."""
+def lower_bounds(p, u, psi):  # type: ignore[no-untyped-def]
+    """Lower bounds of the optimum with and without entropy, for any ``u`` and ``psi >= 0``."""
     hard, soft, size = 0.0, 0.0, 0.0
     for a in range(p.end.shape[0]):
         top = -math.inf
@@ -289,12 +286,12 @@ def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
                 top = max(top, u[p.end[a, k]] - psi * p.fee[k])
         hard += p.mass[a] * top
         size += p.mass[a] * abs(top)
-        if tau_end > 0.0:
+        if p.tau > 0.0:
             total = 0.0
             for k in range(p.end.shape[1]):
                 if p.end[a, k] >= 0:
-                    total += math.exp((u[p.end[a, k]] - psi * p.fee[k] - top) / tau_end)
-            soft += p.mass[a] * (top + tau_end * math.log(total))
+                    total += math.exp((u[p.end[a, k]] - psi * p.fee[k] - top) / p.tau)
+            soft += p.mass[a] * (top + p.tau * math.log(total))
     value = p.beyond - psi * p.budget
     for j in range(u.size):
         if p.linear:
@@ -306,107 +303,16 @@ def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
     # float64 sums of n terms: widen by far more than they can be off.
     rounding = 1e-13 * (size + abs(value)) if p.linear else 0.0
     plain = value - hard - rounding
-    entropic = value - soft if tau_end > 0.0 else plain
-    return entropic if math.isfinite(entropic) else -math.inf, plain if math.isfinite(
-        plain
-    ) else -math.inf
+    entropic = value - soft if p.tau > 0.0 else plain
+    # NaN compares as false with every bound so far
+    return entropic, plain if math.isfinite(plain) else -math.inf
 
 
 @compiled(inner=True)
-def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
-    """The cheapest of the best moves of each row at ``psi``. Returns their cost and ``h(psi)``."""
-    cost, value = 0.0, psi * p.budget
-    for a in range(p.mass.size):
-        top = -math.inf
-        for k in range(p.fee.size):  # cheapest first
-            if p.end[a, k] >= 0 and p.target[p.end[a, k]] - psi * p.fee[k] > top:
-                top = p.target[p.end[a, k]] - psi * p.fee[k]
-                choice[a] = k
-        cost += p.mass[a] * p.fee[choice[a]]
-        value += p.mass[a] * top
-    return cost, value
-
-
-@compiled(inner=True)
-def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
-    """The support function without a box: its plan in ``share``, a sound upper bound and its price.
-
-    Two tangents bracket the kink of ``h`` (:mod:`wball.kernels.linear_maximum`) and are intersected
-    until they meet there.
-    """
-    n_rows = p.mass.size
-    at_low, at_high = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
-    least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
-    for k in range(p.fee.size):
-        least = min(least, p.fee[k]) if p.fee[k] > 0.0 else least
-    for j in range(p.target.size):
-        smallest, largest = min(smallest, p.target[j]), max(largest, p.target[j])
-    for a in range(n_rows):
-        size += p.mass[a] * abs(p.target[p.home[a]])
-    low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
-    cost_low, h_low = best_moves(p, low, at_low)
-    if cost_low <= p.budget:
-        high = low
-    cost_high, h_high = best_moves(p, high, at_high)
-    upper, best, blend, steps = h_low, low, 0.0, 1
-    if h_high < h_low:
-        upper, best = h_high, high
-    if high > low:
-        for step in range(max_iter):
-            # Slopes budget - cost: negative on the left, not negative on the right.
-            psi = crossing(low, h_low, p.budget - cost_low, high, h_high, p.budget - cost_high)
-            # Every third step halves, against creeping brackets.
-            if step % 3 == 2 or not (low < psi < high):
-                psi = 0.5 * (low + high)
-            cost, h = best_moves(p, psi, at_low)
-            line = max(
-                h_low + (p.budget - cost_low) * (psi - low),
-                h_high - (p.budget - cost_high) * (high - psi),
-            )
-            flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
-            if h < upper:
-                upper, best = h, psi
-            steps += 1
-            if cost <= p.budget:
-                high, cost_high, h_high = psi, cost, h
-            else:
-                low, cost_low, h_low = psi, cost, h
-            if flat and step % 3 < 2 or high - low <= 4e-16 * high:
-                break
-        if cost_low > cost_high:
-            blend = min(max((p.budget - cost_high) / (cost_low - cost_high), 0.0), 1.0)
-        best_moves(p, low, at_low)
-        best_moves(p, high, at_high)
-    fill(share, 0.0)
-    for a in range(n_rows):
-        share[a, at_high[a]] += 1 - blend
-        share[a, at_low[a]] += blend
-    return upper + 1e-14 * (abs(upper) + size), best, steps
-
-
-@compiled(inner=True)
-def allowed(p, goal, primal):  # type: ignore[no-untyped-def]
-    """The gap at which an exact problem counts as solved."""
-    return goal.tol * abs(primal + p.offset) + p.floor
-
-
-@compiled(inner=True)
-def without_box(p, goal, start, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """The support function without a box, where ``u = g`` is optimal; its plan is repaired.
-
-    Returns the steps used and whether the image is solved.
-    """
-    share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)
-    upper, price, steps = kink(p, goal.max_iter, share)
-    value, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
-    if value < found[0]:
-        found[0] = value
-        copy(flow, best_flow)
-    if -upper > found[1]:
-        found[1], found[3] = -upper, price
-        copy(start, best_u)
-    found[2] = max(found[2], -upper)
-    return steps, p.hi == math.inf or found[0] - found[1] <= allowed(p, goal, found[0])
+def allowed(p, goal, primal, entropy):  # type: ignore[no-untyped-def]
+    """The gap at which an image counts as solved: :class:`wball.kernels.books.Tolerance`."""
+    size = max(abs(primal - entropy + p.offset), goal.parts * (primal - 2.0 * entropy))
+    return goal.tol * size + p.floor
 
 
 @compiled(inner=True)
@@ -456,9 +362,14 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
                 if 0 <= rr < height and 0 <= jj < width:
                     end[a, k] = number[(c * height + rr) * width + jj]
             a += 1
+    noise = 0.0
+    if goal.linear or images.tau[m] > 0.0:
+        for a in range(n_rows):
+            noise += mass[a] * abs(wanted[home[a]])
     return ImageProblem(
         mass, home, row, end, fee, moves.reverse, moves.stay, wanted, goal.lo, goal.hi,
-        images.budget[m], goal.linear, beyond, images.offset[m], images.floor[m], goal.stop,
+        images.budget[m], images.tau[m], goal.linear, noise, beyond, images.offset[m],
+        images.floor[m], goal.stop,
     )  # fmt: skip
 
 

@@ -9,8 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from wball.batch import dot
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem
+from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import proximal_newton
 from wball.plan import Plan
 
@@ -47,37 +49,20 @@ class Minimum:
         """Positions of the images that are not solved and have more than one point."""
         return (~self.problem.single & ~self.done).nonzero().squeeze(1)
 
-    def without_box(self, max_iter: int) -> None:
-        """Solve linear problems without the box, on the device of the images."""
-        self._improve("torch", dispatch.load("entropic_path", "torch").without_box, (), max_iter)
-
-    def follow_path(self, start: Tensor, tau_start: Tensor, max_iter: int) -> None:
-        """Follow the entropic path: the exact support function, and entropic problems."""
-        kernel = dispatch.choose("entropic_path", self.problem.x, self.problem.moves)
-        solve = dispatch.load("entropic_path", kernel).entropic_path
-        self._improve(kernel, solve, (start, tau_start), max_iter)
-
-    def newton_for_support(self, start: Tensor, max_iter: int) -> None:
-        """Newton steps for the exact support function with a box."""
-        kernel = dispatch.choose("proximal_newton", self.problem.x, self.problem.moves)
-        self._improve(kernel, partial(proximal_newton, kernel=kernel), (start,), max_iter)
-
-    def newton(self, start: Tensor, max_iter: int, *, warm: bool) -> None:
-        """Newton steps for the exact projection; images that one kernel leaves unsolved continue
-        with the next."""
+    def newton(self, start: Tensor, max_iter: int, *, warm: bool = False) -> None:
+        """Newton steps; images that one kernel leaves unsolved continue with the next."""
         x, moves = self.problem.x, self.problem.moves
-        kernel = dispatch.choose("proximal_newton", x, moves)
-        self._improve(
-            kernel, partial(proximal_newton, kernel=kernel, warm=warm), (start,), max_iter
-        )
-        other = dispatch.successor("proximal_newton", kernel, x, moves)
-        if other is not None:
-            self._improve(
-                other,
-                partial(proximal_newton, kernel=other, warm=True),
-                (self.best.u.clone(),),
-                max_iter,
-            )
+        kernel: str | None = dispatch.choose("proximal_newton", x, moves)
+        while kernel is not None:
+            solve = partial(proximal_newton, kernel=kernel, warm=warm)
+            if kernel not in dispatch.NEVER_READS or self.problem.exact:
+                self._improve(kernel, solve, (start,), max_iter)
+                start, warm = self.best.u.clone(), True
+            kernel = dispatch.successor("proximal_newton", kernel, x, moves)
+
+    def without_box(self, max_iter: int) -> None:
+        """Maximise linear functions exactly without the box, where ``u = g`` is optimal."""
+        self._improve("torch", _without_box, (), max_iter)
 
     def _improve(
         self, kernel: str, solve: Callable[..., Tensor], start: tuple[Tensor, ...], max_iter: int
@@ -110,3 +95,15 @@ class Minimum:
             primal = torch.where(over, self.problem.objective(plan), self.best.primal)
             self.best.primal.copy_(primal)
         return self.best
+
+
+def _without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
+    """Keep the best plans without the box, repaired into it, and their bounds."""
+    x, g = problem.x, problem.columns.target
+    plan, found = maximising_plan(g, x, problem.budget, problem.moves, max_iter=max_iter)
+    bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
+    everyone = torch.arange(len(x), device=x.device)
+    best.keep_duals(everyone, g, found.psi, (bound, bound))
+    plan = problem.repaired(plan)
+    best.keep_plan(everyone, plan, problem.objective(plan))
+    return found.n_iter

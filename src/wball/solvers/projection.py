@@ -8,7 +8,8 @@ r"""Projection onto the Wasserstein ball: the nearest point of the ball to an im
 :mod:`wball.kernels.proximal_newton`. Finite ``reg`` is the paper's ``lambda``, in the units of an
 image scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. It is solved by
 :mod:`wball.kernels.projected_sinkhorn`, from a cold start or a warm one. Sweeps converge slowly
-where ``tau`` is small: images that are not solved follow :mod:`wball.kernels.entropic_path`.
+where ``tau`` is small: images that are not solved
+continue with :mod:`wball.kernels.proximal_newton` as well.
 
 The box is part of the ball. Whatever stops the solver, the returned point is the column sum of a
 repaired plan, hence in the ball, and ``gap`` bounds its distance from the optimum, because the dual
@@ -52,7 +53,7 @@ from wball.solvers.problem import (
 )
 
 SWEEPS = 400
-"""Sweeps of an image at most, before it follows the path."""
+"""Sweeps of an image at most, before Newton's method takes over."""
 
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap."""
@@ -110,7 +111,7 @@ def project(
             )
         return _paper(problem, w, reg, tol, max_iter)
     if math.isinf(reg):
-        return _followed(problem, w, reg, effort, init)
+        return _by_newton(problem, w, reg, effort, init)
     return _entropic(problem, w, reg, effort, init)
 
 
@@ -121,15 +122,15 @@ def _entropic(
     effort: tuple[float, int, float],
     init: Duals | None,
 ) -> ProjectionResult:
-    """Sweeps; images that they leave unsolved follow the entropic path."""
+    """Sweeps; images that they leave unsolved take Newton steps."""
     if not isinstance(problem.moves(as_images(problem.x)), StencilMoves):
-        return _followed(problem, w, reg, effort, init)  # sweeps over a matrix are slow
+        return _by_newton(problem, w, reg, effort, init)  # sweeps over a matrix are slow
     found = _swept(problem, w, reg, (effort[0], SWEEPS), init)
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
     if not left:
         return found
     index = torch.tensor(left, device=w.device)
-    return _patched(found, index, _followed(problem.take(index), w[index], reg, effort, None))
+    return _patched(found, index, _by_newton(problem.take(index), w[index], reg, effort, None))
 
 
 def _swept(
@@ -176,14 +177,14 @@ def _escapes(moves: Moves, x: Tensor) -> Tensor:
     return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
 
 
-def _followed(
+def _by_newton(
     problem: TransportProblem,
     w: Tensor,
     reg: float,
     effort: tuple[float, int, float],
     init: Duals | None,
 ) -> ProjectionResult:
-    """The projection by following the path, in chunks of images whose plans fit in memory."""
+    """The projection by Newton's method, in chunks of images whose plans fit in memory."""
     x = problem.x
     moves = problem.moves(as_grid(x[:0]))
     plans = PackedPlans(moves)
@@ -215,19 +216,13 @@ def _solved(
     tolerance = Tolerance(tol, PARTS, none, torch.add(rounding, centre, alpha=tol**2))
     goal = Problem(x, problem.budget, moves, columns, tau, exact, tolerance, deadline)
     alone = goal.single & ~_escapes(moves, x) if moves.has_free else goal.single
-    # Zero prices give a bound, so that the gap is finite wherever the path stops.
+    # Zero prices give a bound, so that the gap is finite wherever the solver stops.
     run = Minimum(goal, centre, torch.where(alone, centre, goal.bound_without_prices()))
     start = target - x
     if init is not None:
         start = as_grid(init.beta)
         run.best.psi.copy_(init.psi)
-    if exact:
-        run.newton(start, max_iter, warm=init is not None)
-    else:
-        scale = (target - x).flatten(1).abs().amax(1).clamp(min=1e-12)
-        run.follow_path(
-            start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter
-        )
+    run.newton(start, max_iter, warm=init is not None)
     best = run.hold_back(problem.spendable())
     plans.add(best.flow)
     off = best.z - (target - best.u).clamp(*lo_hi)

@@ -13,10 +13,8 @@ an upper bound: for ``psi >= 0`` on cost and any potential ``u`` on the columns
 
 so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi``
 is left: a convex, piecewise linear function whose kink is found exactly, and the maximiser mixes
-the two plans that meet there so that their cost is the budget. With a box the same pair is tried
-first; images whose pixels it overfills take Newton steps (:mod:`wball.kernels.proximal_newton`),
-and what those leave follows the entropic path (:mod:`wball.kernels.entropic_path.reference`).
-Finite ``reg`` is the Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``,
+the two plans that meet there so that their cost is the budget. With a box, and with entropy,
+Newton's method solves the problem (:mod:`wball.kernels.proximal_newton`). Finite ``reg`` is the Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``,
 in the units of an image scaled to mass 1.
 """
 
@@ -29,7 +27,6 @@ from torch import Tensor
 
 from wball import inputs
 from wball.batch import dot, dot_and_size, largest, per_image
-from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
 from wball.kernels.deadline import Deadline
@@ -52,7 +49,7 @@ def support(
     *,
     reg: float = math.inf,
     tol: float = 1e-6,
-    max_iter: int = 200,
+    max_iter: int = 500,
     time_limit: float = TIME_LIMIT,
 ) -> SupportResult:
     """``max <g, z>`` over the ball.
@@ -63,7 +60,7 @@ def support(
         reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate
             Sinkhorn.
         tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
-        max_iter: steps per image, of the search for the kink and of the path each.
+        max_iter: steps per image.
         time_limit: seconds for each image, on average of those solved together. An image that takes
             longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
@@ -99,7 +96,7 @@ def _solved(
     x, budget, (tol, max_iter, time_limit) = problem.x, problem.budget, effort
     deadline = Deadline(time_limit * len(x))
     grid, direction = as_grid(x), as_grid(g)
-    # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers
+    # The exact maximum scales with g, and tolerances suit directions of size 1. Powers
     # of 2 are exact.
     exact = math.isinf(reg)
     size = _size(direction) if exact else torch.ones_like(budget)
@@ -114,10 +111,10 @@ def _solved(
     run = Minimum(goal, -still)
     if run.todo.numel() < len(x):
         _bound_single(run)
-    if exact and math.isfinite(goal.columns.hi):
-        run.newton_for_support(scaled, max_iter)
-    if not exact or run.todo.numel():
-        _followed(run, reg, scaled, problem.box is not None, max_iter)
+    if exact and math.isinf(goal.columns.hi):
+        run.without_box(max_iter)
+    else:
+        run.newton(scaled, max_iter)
     best = run.hold_back(problem.spendable())
     plans.add(best.flow)
     point = as_given(best.z, x, problem.box)
@@ -133,20 +130,6 @@ def _solved(
         done = done & (upper - value <= allowed + 1e-300)
     status = statuses(done, lambda: run.n_iter < max_iter, deadline.late)
     return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
-
-
-def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: int) -> None:
-    """Improve unsolved images without the box, then along the path."""
-    problem = run.problem
-    if (
-        math.isfinite(reg)
-        or dispatch.home(dispatch.choose("entropic_path", start, problem.moves), start)
-        != start.device
-    ):
-        run.without_box(max_iter)  # few images of a GPU then go to the host
-    if math.isinf(reg) or boxed:
-        spread = (start.flatten(1).amax(1) - start.flatten(1).amin(1)).clamp(min=1e-30)
-        run.follow_path(start, torch.maximum(0.25 * spread, problem.tau), max_iter)
 
 
 def _bound_single(run: Minimum) -> None:

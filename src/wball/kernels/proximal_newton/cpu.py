@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from wball.kernels.books import Best, Problem
-from wball.kernels.compiled import compiled
+from wball.kernels.compiled import compiled, exp
 from wball.kernels.image_rows import (
     allowed,
     copy,
@@ -24,7 +24,6 @@ from wball.kernels.image_rows import (
     opened,
     repaired,
     store,
-    without_box,
 )
 from wball.kernels.proximal_newton import settings
 from wball.moves import Moves, StencilMoves
@@ -47,6 +46,11 @@ class _Settings(NamedTuple):
     warm: bool
 
 
+SPARSE = 32.0
+"""With entropy, nats below the largest share of a row at which a share counts as 0: e^-32 is a
+hundredth of float64's rounding."""
+
+
 class _Shares(NamedTuple):
     """The moves in use, row after row: how many, which, and the share of each."""
 
@@ -59,6 +63,7 @@ class _Step(NamedTuple):
     """The proximal step of one image."""
 
     sigma: float  # its length
+    precision: float  # factor on the residual that it is solved to
     centre: _Shares  # the shares it starts from
     end: Any  # (R, K): where moves end; the number of columns if outside the image
     method: settings.Method
@@ -68,8 +73,8 @@ def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    method = _Settings(settings.LINEAR if problem.columns.linear else settings.QUADRATIC, warm)
-    return improve(_solve_images, method, problem, start, problem.tau, max_iter, best)
+    chosen = _Settings(settings.method(problem), warm)
+    return improve(_solve_images, chosen, problem, start, max_iter, best)
 
 
 @compiled(inner=True)
@@ -126,24 +131,72 @@ def _scores(gain, ends, a, toll, row):  # type: ignore[no-untyped-def]
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def]
     """Fill shares and gradient. Returns the dual, its derivative in ``psi``, the distance of the
-    plan from the centre, and the proximal term.
-
-    A row looks at all of its moves once: moves in use are within 1 of the best, and they are few.
-    """
-    n_rows, n_moves = p.end.shape
-    n, sigma, ends = u.size, step.sigma, step.end
-    held_count, held_move, held_part = step.centre.count, step.centre.move, step.centre.part
-    counts, move, parts = shares.count, shares.move, shares.part
-    mass, fee, target, lo, hi, linear = p.mass, p.fee, p.target, p.lo, p.hi, p.linear
-    gain, toll, row = np.empty(n + 1), np.empty(n_moves), np.empty(n_moves)
-    near, values, held = np.empty(n_moves, np.int64), np.empty(n_moves), np.zeros(n_moves)
+    plan from the centre (with entropy, the size of its columns), and the proximal term."""
+    n, sigma = u.size, step.sigma
+    gain, toll = np.empty(n + 1), np.empty(p.fee.size)
     for j in range(n):
         gain[j] = sigma * u[j]
         gradient[j] = 0.0
     gain[n] = -math.inf
-    for k in range(n_moves):
-        toll[k] = sigma * (psi * fee[k])
-    cost, rows, moved, pull = 0.0, 0.0, 0.0, 0.0
+    for k in range(p.fee.size):
+        toll[k] = sigma * (psi * p.fee[k])
+    if p.tau > 0.0:
+        cost, rows = _entropic_rows(p, step, gain, toll, shares, gradient)
+        moved, pull = _norm(gradient), 0.0
+    else:
+        cost, rows, moved, pull = _proximal_rows(p, step, gain, toll, shares, gradient)
+    dual = p.beyond - psi * p.budget - rows
+    target, lo, hi = p.target, p.lo, p.hi
+    for j in range(n):
+        if p.linear:
+            z, value = _linear_column(target[j], u[j], -gradient[j], lo, hi)
+        else:
+            z, _, value = _column(target[j], u[j], lo, hi)
+        dual += value
+        gradient[j] += z
+    slope = cost - p.budget
+    if psi <= 0.0 and slope <= 0.0:
+        slope = 0.0
+    return dual, slope, moved, pull
+
+
+@compiled(inner=True, fastmath={"contract", "nsz"})
+def _entropic_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-untyped-def]
+    """Fill shares, and the columns of their plan with a minus. Returns their cost and the rows'
+    part of the dual."""
+    n_rows, n_moves = p.end.shape
+    cost, rows, row = 0.0, 0.0, np.empty(n_moves)
+    for a in range(n_rows):
+        top = _scores(gain, step.end, a, toll, row)
+        total, used = 0.0, 0
+        for k in range(n_moves):
+            if row[k] > top - SPARSE:
+                shares.move[a, used], shares.part[a, used] = k, exp(row[k] - top)
+                total += shares.part[a, used]
+                used += 1
+        shares.count[a] = used
+        for i in range(used):
+            shares.part[a, i] /= total
+            sent = p.mass[a] * shares.part[a, i]
+            cost += sent * p.fee[shares.move[a, i]]
+            gradient[step.end[a, shares.move[a, i]]] -= sent
+        rows += p.mass[a] * (top + math.log(total)) / step.sigma
+    return cost, rows
+
+
+@compiled(inner=True, fastmath={"contract", "nsz"})
+def _proximal_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-untyped-def]
+    """Likewise without entropy; also returns the distance from the centre and the proximal term.
+
+    A row looks at all of its moves once: moves in use are within 1 of the best, and they are few.
+    """
+    n_rows, n_moves = p.end.shape
+    sigma, ends = step.sigma, step.end
+    held_count, held_move, held_part = step.centre.count, step.centre.move, step.centre.part
+    counts, move, parts = shares.count, shares.move, shares.part
+    mass, fee = p.mass, p.fee
+    near, values, held = np.empty(n_moves, np.int64), np.empty(n_moves), np.zeros(n_moves)
+    cost, rows, moved, pull, row = 0.0, 0.0, 0.0, 0.0, np.empty(n_moves)
     for a in range(n_rows):
         top = _scores(gain, ends, a, toll, row)
         for i in range(held_count[a]):
@@ -163,7 +216,7 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
                 k = near[i]
                 move[a, used], parts[a, used] = k, part
                 used += 1
-                value += (u[ends[a, k]] - psi * fee[k]) * part
+                value += (values[i] - held[k]) * part
                 paid += fee[k] * part
                 gradient[ends[a, k]] -= m * part
                 away += (part - held[k]) ** 2
@@ -173,21 +226,10 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
             away += held[k] ** 2 if row[k] <= t else 0.0
             held[k] = 0.0
         cost += m * paid
-        rows += m * (value - away / (2.0 * sigma))
+        rows += m * (value - 0.5 * away) / sigma
         pull += m * away / (2.0 * sigma)
         moved += m * m * away
-    dual = p.beyond - psi * p.budget - rows
-    for j in range(n):
-        if linear:
-            z, value = _linear_column(target[j], u[j], -gradient[j], lo, hi)
-        else:
-            z, _, value = _column(target[j], u[j], lo, hi)
-        dual += value
-        gradient[j] += z
-    slope = cost - p.budget
-    if psi <= 0.0 and slope <= 0.0:
-        slope = 0.0
-    return dual, slope, math.sqrt(moved), pull
+    return cost, rows, math.sqrt(moved), pull
 
 
 @compiled(inner=True)
@@ -247,34 +289,38 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
     ends, fees, mass, target, lo, hi, sigma = p.end, p.fee, p.mass, p.target, p.lo, p.hi, step.sigma
     counts, move, stop = shares.count, shares.move, p.stop
     first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
-    fee, weight, inverse = np.empty(n_rows * n_moves), np.empty(n_rows), np.empty(n_rows)
+    fee, part = np.empty(n_rows * n_moves), np.empty(n_rows * n_moves)
+    weight = np.empty(n_rows)
     diagonal, column, moving, linear = np.zeros(n), np.empty(n), np.empty(n), p.linear
     used, count, curvature = 0, 0, 0.0
     first[0] = 0
     for a in range(n_rows):
         ways, total, square = counts[a], 0.0, 0.0
         if ways > 1:  # rows with one move have no choice
+            # Shares of a row change by weights times scores, less their mean: equal weights, or
+            # with entropy the shares.
+            stiff = sigma * mass[a] * (1.0 if p.tau > 0.0 else ways)
             for i in range(ways):
-                k = move[a, i]
-                end[count + i], fee[count + i] = ends[a, k], fees[k]
-                total += fees[k]
-                square += fees[k] * fees[k]
-            stiff = sigma * mass[a]
-            for e in range(count, count + ways):
-                diagonal[end[e]] += stiff * (1.0 - 1.0 / ways)
-            curvature += stiff * (square - total * total / ways)
-            weight[used], inverse[used] = stiff, 1.0 / ways
+                k, e = move[a, i], count + i
+                end[e], fee[e] = ends[a, k], fees[k]
+                part[e] = shares.part[a, i] if p.tau > 0.0 else 1.0 / ways
+                total += part[e] * fees[k]
+                square += part[e] * fees[k] * fees[k]
+                diagonal[end[e]] += stiff * part[e] * (1.0 - part[e])
+            curvature += stiff * (square - total * total)
+            weight[used] = stiff
             count += ways
             used += 1
             first[used] = count
-    largest = 1e-300
+    largest = 1e-200  # its inverse must be finite where no move is in use
     for j in range(n):
         # Linear columns have no curvature, and those at their kinks do not move.
         column[j] = 0.0 if linear else _column(target[j], u[j], lo, hi)[1]
         moving[j] = 1.0 if not linear or u[j] != target[j] or gradient[j] != 0.0 else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
+    span = _range(target if linear else u)
+    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(n) * span))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 
@@ -299,10 +345,9 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         for a in range(used):
             mean = 0.0
             for e in range(first[a], first[a + 1]):
-                mean += q[end[e]] - q_psi * fee[e]
-            mean *= inverse[a]
+                mean += part[e] * (q[end[e]] - q_psi * fee[e])
             for e in range(first[a], first[a + 1]):
-                change = weight[a] * (q[end[e]] - q_psi * fee[e] - mean)
+                change = weight[a] * part[e] * (q[end[e]] - q_psi * fee[e] - mean)
                 h[end[e]] += change
                 h_psi -= change * fee[e]
         if not free:
@@ -332,16 +377,14 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
 
 
 @compiled(inner=True)
-def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped-def]
-    """A price slightly above the one at which the first step's plan costs the budget.
-
-    ``kink`` is the price without a box, which is an upper bound; 0 for quadratic columns.
-    """
-    low, high = 0.0, kink
-    for attempt in range(0 if p.linear else 80):
+def _first_price(p, step, u, known, shares, gradient):  # type: ignore[no-untyped-def]
+    """A price slightly above the one at which the first step's plan costs the budget; ``known`` is
+    one to begin with."""
+    low, high = 0.0, 0.0
+    for attempt in range(80):
         if _evaluate(p, step, u, high, shares, gradient)[1] <= 0.0:
             break
-        low, high = high, 4.0 * high if attempt > 0 else 1e-3 * _range(u)
+        low, high = high, 4.0 * high if attempt > 0 else max(known, 1e-3 * _range(u))
     for _ in range(30):
         if high - low <= 0.02 * high or p.stop[0] != 0:
             break
@@ -354,119 +397,135 @@ def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped
 
 
 @compiled(inner=True)
+def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-untyped-def]
+    """Newton's method for one proximal step from ``u`` and ``psi``, at most ``left`` iterations;
+    ``u``, ``shares`` and ``gradient`` end at its solution.
+
+    Returns the price, an upper estimate of the plan's objective within the budget, the
+    iterations used, and whether it is solved.
+    """
+    n, target, linear, method = u.size, p.target, p.linear, step.method
+    new_u, new_gradient, d = np.empty(n), np.empty(n), np.empty(n)
+    dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
+    taken = 0
+    while True:
+        solved = _norm(gradient) <= method.settled * step.precision * moved
+        solved = solved and abs(slope) <= settings.SPENT * step.precision * p.budget
+        if linear and p.tau == 0.0:
+            solved = solved and abs(slope) <= settings.SPENT_LINEAR * moved + 1e-13 * p.budget
+        if solved or taken >= min(settings.INNER, left) or p.stop[0] != 0:
+            return psi, dual - pull + psi * abs(slope), taken, solved
+        d_psi = _direction(p, step, u, psi, shares, gradient, slope, d)
+        taken += 1
+        # Stop where psi reaches 0: beyond it the direction was computed for another set of free
+        # variables.
+        length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
+        ascends = False
+        for _ in range(settings.HALVINGS):
+            new_psi = psi + length * d_psi
+            new_psi = new_psi if new_psi > 1e-14 * psi else 0.0  # at 0, and not next to it
+            promised = slope * (new_psi - psi)
+            for j in range(n):
+                new_u[j] = u[j] + length * d[j]
+                if linear:  # on its side of the kink
+                    drained = u[j] > target[j] or u[j] == target[j] and gradient[j] > 0.0
+                    new_u[j] = max(new_u[j], target[j]) if drained else min(new_u[j], target[j])
+                promised += gradient[j] * (new_u[j] - u[j])
+            new_dual, new_slope, moved, pull = _evaluate(
+                p, step, new_u, new_psi, shares, new_gradient
+            )
+            if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + p.noise):
+                ascends = True
+                break
+            # Where the slope along the direction vanishes, were it linear between here and there.
+            rise, bend = promised / length, new_slope * d_psi
+            for j in range(n):
+                bend += new_gradient[j] * d[j]
+            length *= min(max(rise / (rise - bend), 0.1), 0.5) if bend < 0.0 else 0.5
+        if not ascends:
+            dual, slope, _, pull = _evaluate(p, step, u, psi, shares, gradient)
+            return psi, dual - pull + psi * abs(slope), taken, False
+        copy(new_u, u)
+        copy(new_gradient, gradient)
+        psi, dual, slope = new_psi, new_dual, new_slope
+
+
+@compiled(inner=True)
 def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[no-untyped-def]
     """Solve one image from ``u`` and ``psi`` (negative if unknown). Returns the steps used.
 
     ``found`` as in :func:`wball.kernels.image_rows.opened`.
     """
-    n, shape, steps = u.size, p.end.shape, 0
-    new_u, gradient, new_gradient = np.empty(n), np.empty(n), np.empty(n)
-    d, z, flow, share = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape)
-    shares, new_shares, centre = _shares(shape), _shares(shape), _shares(shape)
+    n, shape, steps, method = u.size, p.end.shape, 0, chosen.method
+    gradient, z, flow, share = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape)
+    shares, centre = _shares(shape), _shares(shape)
     _normalise(p, centre)  # all mass stays
     end = np.empty(shape, np.uint32)
-    ends, target, linear, noise = p.end, p.target, p.linear, 0.0
-    if linear:  # this dual is a difference of sums, which round in proportion to their own size
-        for a in range(p.mass.size):
-            noise += p.mass[a] * abs(target[p.home[a]])
     for a in range(shape[0]):
         for k in range(shape[1]):
-            end[a, k] = ends[a, k] if ends[a, k] >= 0 else n
-    method, sigma = chosen.method, chosen.method.first / _range(u)
-    if chosen.warm:
-        sigma *= settings.WARM
-    step = _Step(sigma, centre, end, method)
-    idle, narrow = 0, math.inf
+            end[a, k] = p.end[a, k] if p.end[a, k] >= 0 else n
+    exact = p.tau == 0.0
+    coldest = math.inf if exact else 1.0 / p.tau
+    sigma = min(method.first * (settings.WARM if chosen.warm else 1.0) / _range(u), coldest)
+    step = _Step(sigma, 1.0, centre, end, method)
+    idle, narrow, entropy = 0, math.inf, 0.0
     if psi < 0.0:
-        psi = _first_price(p, step, u, found[3] if linear else 0.0, shares, gradient)
+        psi = _first_price(p, step, u, found[3], shares, gradient)
     while steps < goal.max_iter:
-        dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
-        solved, taken, ascends = False, 0, True
-        while taken < settings.INNER and steps < goal.max_iter and ascends and p.stop[0] == 0:
-            solved = _norm(gradient) <= method.settled * moved
-            solved = solved and abs(slope) <= settings.SPENT * p.budget
-            solved = solved and (
-                not linear or abs(slope) <= settings.SPENT_LINEAR * moved + 1e-13 * p.budget
-            )
-            if solved:
-                break
-            d_psi = _direction(p, step, u, psi, shares, gradient, slope, d)
-            steps += 1
-            taken += 1
-            # Stop where psi reaches 0: beyond it the direction was computed for another set of free
-            # variables.
-            length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
-            ascends = False
-            for _ in range(settings.HALVINGS):
-                new_psi = max(psi + length * d_psi, 0.0)
-                promised = slope * (new_psi - psi)
-                for j in range(n):
-                    new_u[j] = u[j] + length * d[j]
-                    if linear:  # on its side of the kink
-                        drained = u[j] > target[j] or u[j] == target[j] and gradient[j] > 0.0
-                        new_u[j] = max(new_u[j], target[j]) if drained else min(new_u[j], target[j])
-                    promised += gradient[j] * (new_u[j] - u[j])
-                new_dual, new_slope, new_moved, new_pull = _evaluate(
-                    p, step, new_u, new_psi, new_shares, new_gradient
-                )
-                if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + noise):
-                    ascends = True
-                    break
-                # Where the slope along the direction vanishes, were it linear between here and
-                # there.
-                rise, bend = promised / length, new_slope * d_psi
-                for j in range(n):
-                    bend += new_gradient[j] * d[j]
-                length *= min(max(rise / (rise - bend), 0.1), 0.5) if bend < 0.0 else 0.5
-            if ascends:
-                u, new_u = new_u, u
-                gradient, new_gradient = new_gradient, gradient
-                shares, new_shares = new_shares, shares
-                psi, dual, slope, moved, pull = new_psi, new_dual, new_slope, new_moved, new_pull
-
+        psi, value, taken, solved = _solve_step(
+            p, step, goal.max_iter - steps, u, psi, shares, gradient
+        )
+        steps += taken
         _normalise(p, shares)
-        bound, _ = lower_bounds(p, u, psi, 0.0)
+        bound, plain = lower_bounds(p, u, psi)
         if bound > found[1]:
             found[1], found[3] = bound, psi
             copy(u, best_u)
-        found[2] = max(found[2], bound)
-        if solved:
-            copy(shares.count, centre.count)
-            copy(shares.move, centre.move)
-            copy(shares.part, centre.part)
-            if taken <= settings.QUICK:
-                sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
-            elif taken > settings.SLOW:
-                sigma /= settings.GROWTH
+        found[2] = max(found[2], plain)
+        last, precision = steps >= goal.max_iter or p.stop[0] != 0, step.precision
+        if exact:
+            rest = value - bound  # the gap of the plan before its repair
+            idle = 0 if rest < 0.999 * narrow else idle + 1
+            narrow = min(rest, narrow)
+            last = last or idle > settings.PATIENCE
+            # Where only rounding errors are left:
+            if p.linear and solved:
+                off = _norm(gradient) * _range(u)
+                last = last or rest + off <= 3e-13 * (abs(value) + p.noise)
+            shown = last or rest <= settings.PROMISING * allowed(p, goal, found[0], entropy)
+            if solved:
+                copy(shares.count, centre.count)
+                copy(shares.move, centre.move)
+                copy(shares.part, centre.part)
+                if taken <= settings.QUICK:
+                    sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
+                elif taken > settings.SLOW:
+                    sigma /= settings.GROWTH
+            else:
+                sigma /= settings.SHRINK
         else:
-            sigma /= settings.SHRINK
-        rest = dual - pull - bound  # the gap of the plan as it is
-        idle = 0 if rest < 0.999 * narrow else idle + 1
-        narrow = min(rest, narrow)
-        last = idle > settings.PATIENCE or steps >= goal.max_iter or p.stop[0] != 0
-        # Where only rounding errors are left:
-        last = last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)
-        if last or rest <= settings.PROMISING * allowed(p, goal, found[0]):
+            final = sigma >= coldest
+            last = last or final and precision <= settings.SHARPEST
+            shown = last or final
+            precision *= settings.SHARPER if final else 1.0
+            sigma = min(settings.COOLING * sigma, coldest)
+        if shown:
             _write(shares, share)
-            primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
+            primal, spread = repaired(p, share, goal.repair_sweeps, flow, z)
             if primal < found[0]:
-                found[0] = primal
+                found[0], entropy = primal, spread
                 copy(flow, best_flow)
-        if last or found[0] - found[1] <= allowed(p, goal, found[0]):
+        if last or found[0] - found[1] <= allowed(p, goal, found[0], entropy):
             break
-        step = _Step(sigma, centre, end, method)
+        step = _Step(sigma, precision, centre, end, method)
     return steps
 
 
 @compiled()
 def _solve_images(images, moves, goal, chosen, known):  # type: ignore[no-untyped-def]
-    cell = np.empty(images.x[0].size, dtype=np.int64)
+    cell = np.empty(images.x[0:1].size, dtype=np.int64)
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
-        psi, steps, done = found[3] if chosen.warm else -1.0, 0, False
-        if p.linear:
-            steps, done = without_box(p, goal, u, best_flow, best_u, found)
-        if not done:
-            steps += _solve(p, goal, chosen, u, psi, best_flow, best_u, found)
-        known.n_iter[m] = steps
+        psi = found[3] if chosen.warm else -1.0
+        known.n_iter[m] = _solve(p, goal, chosen, u, psi, best_flow, best_u, found)
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

@@ -8,14 +8,13 @@ unchanged.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
-from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import settings
 from wball.plan import Plan
 
@@ -25,16 +24,13 @@ def proximal_newton(
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
     n_iter = torch.zeros(len(problem.x), dtype=torch.long, device=problem.x.device)
-    active, linear = torch.arange(len(n_iter), device=n_iter.device), problem.columns.linear
-    if linear:
-        n_iter += without_box(problem, max_iter, best)
-        active = (~problem.done(best)).nonzero().squeeze(1) if problem.boxed else active[:0]
-    here, method = problem.take(active), settings.LINEAR if linear else settings.QUADRATIC
-    sigma = method.first * (settings.WARM if warm else 1.0) / _range(start[active])
-    stay = here.moves.stay().to(here.x).expand(*here.x.shape[:2], -1, -1, -1)
-    at = _Step(stay, sigma, start[active], best.psi[active])
+    active, method = torch.arange(len(n_iter), device=n_iter.device), settings.method(problem)
+    sigma = method.first * (settings.WARM if warm else 1.0) / _range(start)
+    coldest = 1 / problem.tau  # infinite without entropy
+    stay = problem.moves.stay().to(problem.x).expand(*problem.x.shape[:2], -1, -1, -1)
+    at = _Step(stay, torch.minimum(sigma, coldest), torch.ones_like(sigma), start, best.psi.clone())
     if not warm:
-        at = _Step(stay, sigma, at.u, _first_price(here, at))
+        at = replace(at, psi=_first_price(problem, at))
     narrow, idle = torch.full_like(best.psi, math.inf), torch.zeros_like(n_iter)
     while active.numel():
         here = problem.take(active)
@@ -42,20 +38,25 @@ def proximal_newton(
         n_iter[active] += taken
         bounds = here.lower_bounds(end.u, end.psi)
         best.keep_duals(active, end.u, end.psi, bounds)
-        rest = end.dual - end.pull - bounds[0]  # the gap of the plan before its repair
-        idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
-        narrow[active] = torch.minimum(rest, narrow[active])
-        grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
-        sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
-        sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
-        sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
-        centre = torch.where(per_image(solved, end.share), end.share, at.centre)
-        at = _Step(centre, sigma, end.u, end.psi)
-        done = (idle[active] > settings.PATIENCE) | (n_iter[active] >= max_iter)
-        done |= problem.deadline.late
-        if linear:  # only rounding is left
-            done |= solved & (rest <= 3e-13 * (end.dual.abs() + _noise(here)))
-        shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
+        done = (n_iter[active] >= max_iter) | problem.deadline.late
+        if problem.exact:
+            # The gap of the plan before its repair.
+            rest = end.dual - end.pull + end.psi * end.slope.abs() - bounds[0]
+            idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
+            narrow[active] = torch.minimum(rest, narrow[active])
+            done |= idle[active] > settings.PATIENCE
+            if problem.columns.linear:  # only rounding is left
+                off = end.gradient.flatten(1).norm(dim=1) * _range(end.u)
+                done |= solved & (rest + off <= 3e-13 * (end.dual.abs() + _noise(here)))
+            shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
+            at = _next_centre(at, end, taken, solved)
+        else:
+            final = at.sigma >= coldest[active]
+            done |= final & (at.precision <= settings.SHARPEST)
+            shown = done | final
+            precision = torch.where(final, settings.SHARPER * at.precision, at.precision)
+            sigma = torch.minimum(settings.COOLING * at.sigma, coldest[active])
+            at = _Step(at.centre, sigma, precision, end.u, end.psi)
         _repair(here.take(shown), end.share[shown], active[shown], best)
         done |= here.done(best, active)
         if bool(done.any()):
@@ -63,25 +64,24 @@ def proximal_newton(
     return n_iter
 
 
-def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
-    """Solve linear columns without their box, where ``u = g`` is optimal; plans are repaired into
-    the box."""
-    x, g = problem.x, problem.columns.target
-    plan, found = maximising_plan(g, x, problem.budget, problem.moves, max_iter=max_iter)
-    bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
-    everyone = torch.arange(len(x), device=x.device)
-    best.keep_duals(everyone, g, found.psi, (bound, bound))
-    plan = problem.repaired(plan)
-    best.keep_plan(everyone, plan, problem.objective(plan))
-    return found.n_iter
+def _next_centre(at: _Step, end: _Point, taken: Tensor, solved: Tensor) -> _Step:
+    """The proximal step after one that ended at ``end``."""
+    grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
+    sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
+    sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
+    sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
+    centre = torch.where(per_image(solved, end.share), end.share, at.centre)
+    return _Step(centre, sigma, at.precision, end.u, end.psi)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The start of a proximal step: its centre, its length and the duals."""
+    """The start of a proximal step: its centre, its length, a factor on the precision that it is
+    solved to, and the duals."""
 
     centre: Tensor
     sigma: Tensor
+    precision: Tensor
     u: Tensor
     psi: Tensor
 
@@ -97,6 +97,7 @@ class _Point:
     psi: Tensor
     dual: Tensor
     share: Tensor
+    weight: Tensor  # derivative of shares by scores: diagonal, before a row's mean is taken off
     come: Tensor  # columns of the plan
     gradient: Tensor
     slope: Tensor
@@ -109,10 +110,11 @@ class _Point:
 
 
 def _noise(problem: Problem) -> Tensor:
-    """Size of the terms of a linear dual, to which its rounding error is proportional; 0 for
-    quadratic columns."""
+    """Size of the terms of a dual whose sums cancel, to which its rounding error is
+    proportional."""
     size = dot(problem.columns.target.abs(), problem.x)
-    return size if problem.columns.linear else torch.zeros_like(size)
+    cancels = problem.columns.linear or not problem.exact
+    return size if cancels else torch.zeros_like(size)
 
 
 def _range(values: Tensor) -> Tensor:
@@ -141,23 +143,27 @@ def _project_rows(score: Tensor) -> Tensor:
 def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
     x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
     gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
-    share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
-    away = (share - step.centre).square().sum(2)
-    rows, pull = torch.where(share > 0, gain * share, 0.0).sum(2), dot(x, away) / (2 * step.sigma)
+    if problem.exact:
+        share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
+        weight = (share > 0).to(x.dtype)
+        away = (share - step.centre).square().sum(2)
+        pull = dot(x, away) / (2 * step.sigma)
+        rows = dot(x, torch.where(share > 0, gain * share, 0.0).sum(2)) - pull
+        moved = torch.sqrt((x.square() * away).flatten(1).sum(1))
+    else:
+        score = torch.where(moves.allowed, sigma * gain, -math.inf)
+        weight = share = torch.softmax(score, 2)
+        pull = torch.zeros_like(psi)
+        rows = dot(x, torch.logsumexp(score, 2)) / step.sigma
     flow = x.unsqueeze(2) * share
     come = moves.scatter(flow)
+    if not problem.exact:
+        moved = come.flatten(1).norm(dim=1)
     slope = (flow * moves.cost).flatten(1).sum(1) - problem.budget
-    return _Point(
-        u,
-        psi,
-        problem.columns.value(u) - psi * problem.budget - dot(x, rows) + pull,
-        share,
-        come,
-        problem.columns.gradient(u, come),
-        torch.where((psi <= 0) & (slope <= 0), 0.0, slope),
-        torch.sqrt((x.square() * away).flatten(1).sum(1)),
-        pull,
-    )
+    dual = problem.columns.value(u) - psi * problem.budget - rows
+    gradient = problem.columns.gradient(u, come)
+    slope = torch.where((psi <= 0) & (slope <= 0), 0.0, slope)
+    return _Point(u, psi, dual, share, weight, come, gradient, slope, moved, pull)
 
 
 def _first_price(problem: Problem, step: _Step) -> Tensor:
@@ -188,11 +194,11 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
     and whether solved."""
     at = _evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
-    method = settings.LINEAR if problem.columns.linear else settings.QUADRATIC
+    precise = settings.method(problem).settled * step.precision
     while True:
-        settled = at.gradient.flatten(1).norm(dim=1) <= method.settled * at.moved
-        solved = settled & (at.slope.abs() <= settings.SPENT * problem.budget)
-        if problem.columns.linear:
+        settled = at.gradient.flatten(1).norm(dim=1) <= precise * at.moved
+        solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
+        if problem.exact and problem.columns.linear:
             solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
@@ -206,14 +212,15 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
 def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tensor]:
     """Newton's step by conjugate gradients with a diagonal preconditioner."""
     x, moves, cost = problem.x, problem.moves, problem.moves.cost
-    method = settings.LINEAR if problem.columns.linear else settings.QUADRATIC
+    method = settings.method(problem)
     still = problem.columns.held(at.u, at.come)
-    used = (at.share > 0).to(x.dtype)
+    used = at.weight
     ways = used.sum(2, keepdim=True).clamp(min=1)
     stiff = per_image(step.sigma, used) * x.unsqueeze(2) * used
     column = problem.columns.curvature(at.u)
-    diagonal = column + moves.scatter(stiff * (1 - 1 / ways))
-    ridge = method.damping * at.gradient.flatten(1).square().mean(1).sqrt() / _range(at.u)
+    diagonal = column + moves.scatter(stiff * (1 - used / ways))
+    span = _range(problem.columns.target if problem.columns.linear else at.u)
+    ridge = method.damping * at.gradient.flatten(1).square().mean(1).sqrt() / span
     ridge = per_image(
         torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300), diagonal
     )
@@ -261,7 +268,8 @@ def _ascend(
     length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
     rounding = 1e-14 * (at.dual.abs() + _noise(problem))
     for _ in range(settings.HALVINGS):
-        psi = (at.psi + length * d_psi).clamp(min=0)
+        psi = at.psi + length * d_psi
+        psi = torch.where(psi > 1e-14 * at.psi, psi, 0.0)  # at 0, and not next to it
         u = problem.columns.retract(at.u, at.come, at.u + per_image(length, d) * d)
         new = _evaluate(problem, step, u, psi)
         promised = dot(at.gradient, u - at.u) + at.slope * (psi - at.psi)

@@ -17,8 +17,7 @@ loop may be lost (prices were, which doubled the steps).
 
 Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that
 are not at their kinks have no curvature of their own, which makes no difference to conjugate
-gradients. Their first plan is the best without a box, as a step of no length around itself: where
-it overfills no pixel, that is all.
+gradients.
 """
 
 # mypy: ignore-errors
@@ -51,7 +50,6 @@ from wball.kernels.proximal_newton.triton_dual import (
     U,
     column,
     evaluate,
-    kink,
     owned,
     tables,
 )  # fmt: skip
@@ -167,6 +165,12 @@ def _range(values, real):
 
 
 @triton.jit
+def _priced(psi, step):
+    """The price a step away: at 0, and not next to it."""
+    return tl.where(psi + step > 1e-14 * psi, psi + step, 0.0)
+
+
+@triton.jit
 def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
     """Which moves into each pixel are marked at the pixel where they start."""
     bits = tl.load(mark_ptr + place, mask=real, other=0) & 1
@@ -259,7 +263,8 @@ def _direction(
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
     damping = DAMPING_LINEAR if LINEAR else DAMPING
-    ridge = tl.maximum(1e-12 * largest, damping * size / (tl.sqrt(columns) * _range(u, reached)))
+    span = _range(w if LINEAR else u, reached)
+    ridge = tl.maximum(1e-12 * largest, damping * size / (tl.sqrt(columns) * span))
     ridge = tl.maximum(ridge, 1e-300)
     own = curved + ridge + through
     # Columns' constants are read again in every step: registers are for what changes.
@@ -410,29 +415,13 @@ def _solve_kernel(
         tl.load(psi_ptr + n),
     )
     best_primal = centre_primal
-    if LINEAR:
-        psi = kink(
-            s_ptr + U * STAGED,
-            centre_ptr,
-            place,
-            rows,
-            x,
-            span,
-            budget,
-            max_iter,
-            offset_ptr,
-            fee_ptr,
-            STAGED,
-            MOVES,
-        )
-    else:
-        psi = tl.where(warm != 0, best_psi, zero)
+    psi = tl.where(warm != 0, best_psi, zero)
     trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
     d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
     # A linear dual is a difference of sums, which round in proportion to their own size.
     noise = tl.sum(x * tl.abs(w), 0) if LINEAR else zero
-    steps, taken, halved, idle, tried = none, none, none, none, none - 1 if LINEAR else none
-    phase = none + START if LINEAR else tl.where(warm != 0, none + START, none + PRICE)
+    steps, taken, halved, idle, tried = none, none, none, none, none
+    phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = evaluate(
             s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, trial_psi, sigma, budget, lo, hi,
@@ -459,7 +448,7 @@ def _solve_kernel(
                 fall = tl.where(bend < 0.0, (promised / length) / (promised / length - bend), 0.5)
                 length = length * tl.minimum(tl.maximum(fall, 0.1), 0.5)
                 halved += 1
-                trial_psi = tl.maximum(psi + length * d_psi, 0.0)
+                trial_psi = _priced(psi, length * d_psi)
                 near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
                 tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
             else:
@@ -473,11 +462,8 @@ def _solve_kernel(
                 solved = (size <= (SETTLED_LINEAR if LINEAR else SETTLED) * moved) & (
                     tl.abs(slope) <= SPENT * budget
                 )
-                opens = tried < 0  # with the plan that knows no box
                 if LINEAR:
-                    solved = (
-                        solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
-                    ) | opens
+                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
@@ -492,7 +478,7 @@ def _solve_kernel(
                         stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0
                     )
                     halved = none
-                    trial_psi = tl.maximum(psi + length * d_psi, 0.0)
+                    trial_psi = _priced(psi, length * d_psi)
                     tl.debug_barrier()
                     near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
                     tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
@@ -541,9 +527,7 @@ def _solve_kernel(
                         share = whole * tl.load(flow_ptr + k * (H * W) + home, mask=real, other=0.0)
                         tl.store(flow_ptr + k * (H * W) + home, mass * share, mask=real)
                         if solved:
-                            share = tl.where(
-                                sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0)
-                            )
+                            share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
                             tl.store(
                                 centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows
                             )
@@ -554,19 +538,17 @@ def _solve_kernel(
                     next_sigma = tl.where(
                         taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma)
                     )
-                    sigma = tl.where(opens, sigma, tl.where(solved, next_sigma, sigma / SHRINK))
-                    rest = dual - pull - bound  # the gap of the plan as it is
-                    idle = tl.where((rest < 0.999 * narrow) | opens, 0, idle + 1)
-                    narrow = tl.where(opens, narrow, tl.minimum(rest, narrow))
+                    sigma = tl.where(solved, next_sigma, sigma / SHRINK)
+                    # The gap of the plan before its repair.
+                    rest = dual - pull + psi * tl.abs(slope) - bound
+                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
+                    narrow = tl.minimum(rest, narrow)
                     last = (idle > PATIENCE) | (steps >= max_iter)
                     if LINEAR:  # nothing but rounding is left
-                        last = last | (
-                            solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise))
-                        )
-                    shown = (
-                        last
-                        | opens
-                        | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor))
+                        off = size * _range(at, reached)
+                        last = last | (solved & (rest + off <= 3e-13 * (tl.abs(dual) + noise)))
+                    shown = last | (
+                        rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)
                     )
                     if shown:
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
@@ -607,10 +589,7 @@ def _solve_kernel(
                         shown
                         & (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
                     )
-                    # The first proximal step: its price is below that of any plan.
-                    phase = tl.where(done, none + END, tl.where(opens, none + BISECT, none + START))
-                    trial_psi = tl.where(opens, 0.5 * psi, trial_psi)
-                    tried = tl.where(opens, 1, tried)
+                    phase = tl.where(done, none + END, none + START)
         tl.debug_barrier()
     tl.store(primal_ptr + n, best_primal)
     tl.store(dual_ptr + n, best_dual)

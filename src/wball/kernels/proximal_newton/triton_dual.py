@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wball.kernels.triton_stencil import INTERPRETED, staged_position, sum_two
+from wball.kernels.triton_stencil import INTERPRETED, staged_position
 
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
@@ -103,112 +103,18 @@ def owned(rows, k, MOVES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _ends(u_ptr, place, rows, steps, first, MOVES: tl.constexpr):
-    """The potentials where a group of moves ends; ``-inf`` beyond the last."""
-    ends = ()
-    for i in tl.static_range(GROUP):
-        ends = ends + (
-            tl.load(
-                u_ptr + place + steps[i],
-                mask=owned(rows, first + i, MOVES, GROUP),
-                other=float("-inf"),
-            ),
-        )
-    return ends
-
-
-@triton.jit
 def _ends_and_shares(
     u_ptr, centre_ptr, place, rows, steps, first, STAGED: tl.constexpr, MOVES: tl.constexpr
 ):
-    """Likewise, and the shares that a step starts from; what is :func:`missing` of them."""
-    ends, held = _ends(u_ptr, place, rows, steps, first, MOVES), ()
+    """The potentials where a group of moves ends (``-inf`` beyond the last), the shares that a step
+    starts from, and what is :func:`missing` of them."""
+    ends, held = (), ()
     for i in tl.static_range(GROUP):
+        real = owned(rows, first + i, MOVES, GROUP)
+        ends = ends + (tl.load(u_ptr + place + steps[i], mask=real, other=float("-inf")),)
         at = centre_ptr + (first + i) * STAGED + place
-        held = held + (tl.load(at, mask=owned(rows, first + i, MOVES, GROUP), other=0.0),)
+        held = held + (tl.load(at, mask=real, other=0.0),)
     return ends, held, missing(ends) | missing(held)
-
-
-@triton.jit
-def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
-    """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest
-    of these cost."""
-    top, toll = mass * 0.0 + float("-inf"), mass * 0.0
-    for first in tl.range(0, MOVES, GROUP):
-        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
-        ends = _ends(u_ptr, place, rows, steps, first, MOVES)
-        price = tl.where(missing(ends), 0.0, psi)
-        for i in tl.static_range(GROUP):
-            gain = ends[i] - price * fees[i]
-            toll = tl.where(gain > top, fees[i], toll)
-            top = tl.maximum(top, gain)
-    return sum_two(tl.where(rows, mass * top, 0.0), mass * toll)
-
-
-@triton.jit
-def kink(
-    u_ptr, centre_ptr, place, rows, mass, span, budget, max_iter, offset_ptr, fee_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """The price at which the best plan without a box costs the budget; stores the shares of that
-    plan.
-
-    See :func:`wball.kernels.image_rows.kink`: two lines bracket the kink and are intersected until
-    they meet there.
-    """
-    cheapest = span * 0.0 + float("inf")
-    for k in tl.range(0, MOVES):
-        fee = tl.load(fee_ptr + k)
-        cheapest = tl.where(fee > 0.0, tl.minimum(cheapest, fee), cheapest)
-    low, high = span * 0.0, 2.0 * span / tl.where(cheapest < float("inf"), cheapest, 1.0) + 1e-30
-    value_low, cost_low = _earned(u_ptr, place, rows, mass, low, offset_ptr, fee_ptr, MOVES)
-    high = tl.where(cost_low <= budget, low, high)
-    value_high, cost_high = _earned(u_ptr, place, rows, mass, high, offset_ptr, fee_ptr, MOVES)
-    value_high += high * budget
-    step = max_iter * 0
-    going = cost_low > budget
-    while going & (step < max_iter):
-        # Slopes budget - cost: negative on the left, not negative on the right.
-        left, right = budget - cost_low, budget - cost_high
-        meet = (value_low - value_high + right * high - left * low) / tl.maximum(
-            right - left, 1e-300
-        )
-        crosses = (
-            (step % 3 < 2) & (meet > low) & (meet < high)
-        )  # every third step halves, against creeping brackets
-        psi = tl.where(crosses, meet, 0.5 * (low + high))
-        value, cost = _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES)
-        value += psi * budget
-        line = tl.maximum(value_low + left * (psi - low), value_high - right * (high - psi))
-        flat = (step % 3 < 2) & (value - line <= 1e-15 * (tl.abs(value) + tl.abs(value_low)))
-        dear = cost <= budget
-        high, cost_high, value_high = (
-            tl.where(dear, psi, high), tl.where(dear, cost, cost_high), tl.where(dear, value, value_high)
-        )  # fmt: skip
-        low, cost_low, value_low = (
-            tl.where(dear, low, psi), tl.where(dear, cost_low, cost), tl.where(dear, value_low, value)
-        )  # fmt: skip
-        going = (flat | (high - low <= 4e-16 * high)) == False
-        step += 1
-    spread = cost_low - cost_high
-    blend = tl.where(spread > 0.0, (budget - cost_high) / tl.maximum(spread, 1e-300), 0.0)
-    blend = tl.minimum(tl.maximum(blend, 0.0), 1.0)
-    top_low, top_high = mass * 0.0 + float("-inf"), mass * 0.0 + float("-inf")
-    at_low, at_high = tl.zeros(place.shape, tl.int32), tl.zeros(place.shape, tl.int32)
-    for k in tl.range(0, MOVES):
-        end, fee = (
-            tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0),
-            tl.load(fee_ptr + k),
-        )
-        at_low = tl.where(end - low * fee > top_low, k, at_low)
-        top_low = tl.maximum(top_low, end - low * fee)
-        at_high = tl.where(end - high * fee > top_high, k, at_high)
-        top_high = tl.maximum(top_high, end - high * fee)
-    for k in tl.range(0, MOVES):
-        share = tl.where(at_high == k, 1.0 - blend, 0.0) + tl.where(at_low == k, blend, 0.0)
-        tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
-    tl.debug_barrier()
-    return tl.where(value_low <= value_high, low, high)
 
 
 @triton.jit

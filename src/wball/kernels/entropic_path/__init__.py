@@ -1,1 +1,0 @@
-"""The entropic path: Newton's method for the exact support function and for entropic problems."""
