@@ -14,8 +14,9 @@ an upper bound: for ``psi >= 0`` on cost and any potential ``u`` on the columns
 so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi``
 is left: a convex, piecewise linear function whose kink is found exactly, and the maximiser mixes
 the two plans that meet there so that their cost is the budget. With a box, and with entropy,
-Newton's method solves the problem (:mod:`wball.kernels.proximal_newton`). Finite ``reg`` is the Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``,
-in the units of an image scaled to mass 1.
+Newton's method solves the problem (:mod:`wball.kernels.proximal_newton`). Finite ``reg`` is the
+Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an
+image scaled to mass 1.
 """
 
 from __future__ import annotations
