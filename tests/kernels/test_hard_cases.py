@@ -33,7 +33,7 @@ from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem, Tolerance
 from wball.kernels.columns import Linear, Quadratic
-from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, narrowed
 from wball.kernels.entropic_plan.pull_back import pull_back
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
@@ -153,7 +153,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_entropic_plan(kernel: str, name: str) -> None:
     case = PLANS[name]
-    x, b = case.x.to(DEVICE), case.b.to(DEVICE)
+    x, b = case.x.to(DEVICE), narrowed(case.b.to(DEVICE))
     mass = x.double().sum((2, 3))
     budget = case.eps * mass.sum(1)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
@@ -254,14 +254,12 @@ def check_projection(kernel: str, name: str, factors: bool) -> None:
         x, w, budget, moves, case.box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=1e-3, max_iter=12,
         factors=factors,
     ))  # fmt: skip
-    left = ~torch.isfinite(found.gap)  # unsolved: potentials too wide for a plan in float64
-    assert factors or kernel == "cpu" or not bool(left.any())
-    point = torch.where(left.view(-1, 1, 1, 1), x.to(found.z), found.z)
+    point = found.z
     assert bool(((point.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert bool(((point >= lo) & (point <= hi)).all()), "box"
-    assert bool((left | (found.cost <= budget * (1 + 1e-6))).all()), "budget"
-    assert bool((found.gap >= -1e-6 * (1 + found.objective.abs())).all()), "gap"
+    assert bool((found.cost <= budget * (1 + 1e-6)).all()), "budget"
+    assert bool(((found.gap >= 0) & (found.gap < math.inf)).all()), "gap"
     assert case.also(case, found), "what this case is about"
 
 

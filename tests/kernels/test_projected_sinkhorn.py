@@ -243,7 +243,7 @@ LITTLE = Case((1, 1, 12, 12), GridCost(5), reg=1000.0, eps=0.01, step=0.1)
     ("kernel", "given", "sweeps"),
     [(kernel, LITTLE, 20) for kernel in KERNELS]
     + [("triton", Case((1, 1, 10, 12), reg=1000.0, step=0.1), 30)]  # 50 with momentum alone
-    + [("torch", full_with_a_hole, 80), ("torch", full_on_the_left, 40)]  # 400 were not enough
+    + [("torch", full_with_a_hole, 80), ("torch", full_on_the_left, 45)]  # 400 were not enough
     + [("cpu", full_within_a_frame, 400)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -283,12 +283,12 @@ def test_a_nearly_full_image_ends_within_the_tolerance() -> None:
 # Precision, batches and public calls -----------------------------------------------------------------------------
 
 
-def test_potentials_too_wide_for_factors_leave_the_image_at_its_centre() -> None:
-    for factors in (False, True):
-        left = WIDE.solve("cpu", torch.float64, 1e-3, factors=factors)
-        assert math.isinf(float(left.gap[0])) and float(left.gap[1]) == 0.0
-        assert torch.equal(left.z, WIDE.images()[0].double()) and not bool(left.cost.any())
-    assert bool(WIDE.ball.project(*WIDE.images(), reg=WIDE.reg).converged.all()), "by the path"
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_potentials_too_wide_for_factors_are_left_to_the_path(kernel: str) -> None:
+    found, x = WIDE.solve(kernel, torch.float32, 1e-3), WIDE.images()[0]
+    assert math.isfinite(float(found.gap[0])) and int(found.n_iter[0]) < 10
+    assert bool(WIDE.ball.contains(x, found.z).all())
+    assert bool(WIDE.ball.project(*WIDE.images(), reg=WIDE.reg).converged.all())
 
 
 def test_the_point_is_as_near_as_the_tolerance_says_where_entropy_outweighs_distance() -> None:

@@ -18,13 +18,6 @@ from numpy.typing import NDArray
 from wball.kernels.compiled import compiled
 from wball.moves import StencilMoves
 
-LINEAR_SPREAD = 600.0
-"""Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.
-
-``exp(-psi C)`` is 0 in float64 beyond 745 nats; it must not vanish where a potential could still
-make up for it.
-"""
-
 PART = 32
 """Images per piece of work: their float64 copies are all the memory that grows with the images'
 size."""

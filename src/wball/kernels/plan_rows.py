@@ -8,9 +8,7 @@ For whole batches and any moves; compiled loops have :mod:`wball.kernels.price` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,24 +20,14 @@ REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 2
 """Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their
 excess: mass that circulates among full pixels would take long to vanish otherwise."""
 
-NARROW = {torch.float64: 600.0}
-"""Nats between the potentials of an image up to which its plan is a product of factors, by
-precision: the others have logs only."""
+SPREAD = 600.0
+"""Largest range of the potentials of an image, in nats. Their plan is then a product of factors
+that float64 represents: ``exp(-psi C)`` vanishes beyond 745 nats, and must not where a potential
+could still make up for it."""
 
 
 def image_sums(values: Tensor) -> Tensor:
     return values.sum((-3, -2, -1), dtype=torch.float64)
-
-
-def ring_sums(s: Tensor, moves: Moves) -> Tensor:
-    """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that
-    cost."""
-    ends = moves.ends(s, -math.inf)
-    rings = [
-        torch.stack([ends(k) for k in ring]) if len(ring) > 1 else ends(ring[0])[None]
-        for ring in moves.rings
-    ]
-    return torch.stack([torch.logsumexp(ring, 0) if len(ring) > 1 else ring[0] for ring in rings])
 
 
 def newton_step(
@@ -68,127 +56,80 @@ def newton_step(
     return torch.where(found, psi, step), low, high, found
 
 
-def solve_price(
-    x: Tensor,
-    rings: Tensor,
-    ring_cost: Tensor,
-    budget: Tensor,
-    psi: Tensor,
-    steps: int,
-    tolerance: Callable[[Tensor], float | Tensor],
-) -> Tensor:
-    """The ``psi >= 0`` at which ``sum_i x_i E_i[cost]`` meets the budget, from the side below it.
-
-    ``tolerance``, relative to the budget, may depend on the price.
-    """
-    low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
-    for _ in range(steps):
-        share = torch.softmax(rings - per_image(psi, x) * ring_cost, 0)
-        mean = (share * ring_cost).sum(0)
-        variance = (share * (ring_cost - mean).square()).sum(0)
-        cost, slope = image_sums(x * mean), image_sums(x * variance)
-        psi, low, high, found = newton_step(psi, low, high, cost, slope, budget, tolerance(psi))
-        if bool(found.all()):
-            break
-    return psi
-
-
-@dataclass(frozen=True)
-class PlanFactors:
-    """A plan ``row_i weight(c) column_j`` along moves of cost ``c``, without logs.
+class PlanRows:
+    """The plan ``row_i weight(c) column_j`` of potentials ``s``, before the box is enforced.
 
     Attributes:
-        fit: the images whose potentials are narrow enough for it.
-        row, column: like the images.
-        weights: of each ring, as :meth:`wball.moves.Moves.sums` takes them.
+        column: ``exp(s)``, scaled for each image.
+        rings: ``(D, B, C, H, W)``: for each distinct cost, the sum of ``column`` over its moves.
+        price, weights, norm, row: set by :meth:`at`.
     """
 
-    fit: Tensor
-    row: Tensor
-    column: Tensor
-    weights: Tensor
+    def __init__(self, x: Tensor, s: Tensor, moves: Moves) -> None:
+        self.x, self.moves = x, moves
+        flat = s.flatten(1)
+        self.middle = per_image(0.5 * (flat.amin(1) + flat.amax(1)), s)
+        self.column = torch.exp(s - self.middle)
+        self._ends = moves.ends(self.column, 0.0)
+        self.rings = torch.stack(
+            [torch.stack([self._ends(k) for k in ring]).sum(0) for ring in moves.rings]
+        )
 
+    def at(self, psi: Tensor) -> PlanRows:
+        """The plan at a price per image."""
+        self.price = per_image(psi, self.x)
+        self.weights = torch.exp(-self.price * self.moves.ring_cost)
+        self.norm = (self.weights * self.rings).sum(0)
+        self.row = self.x / self.norm
+        return self
 
-class PlanRows:
-    """The plan before the box is enforced. Sums over its moves take factors where all images of the
-    batch have them."""
+    def solve_price(
+        self,
+        budget: Tensor,
+        psi: Tensor,
+        steps: int,
+        tolerance: Callable[[Tensor], float | Tensor],
+    ) -> Tensor:
+        """The ``psi >= 0`` at which the plan meets the budget, from the side below it.
 
-    def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
-        self.x, self.s, self.moves, self.price = x, s, moves, per_image(psi, x)
-        self.log_sum = torch.logsumexp(rings - self.price * moves.ring_cost, 0)
-        self.start = torch.log(x) - self.log_sum  # -inf where the row is empty
-        self._ends = moves.ends(s, -math.inf)
+        ``tolerance``, relative to the budget, may depend on the price.
+        """
+        low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
+        ring_cost = self.moves.ring_cost
+        for _ in range(steps):
+            self.at(psi)
+            share = self.weights * self.rings / self.norm
+            mean = (share * ring_cost).sum(0)
+            variance = (share * (ring_cost - mean).square()).sum(0)
+            cost, slope = image_sums(self.x * mean), image_sums(self.x * variance)
+            psi, low, high, found = newton_step(psi, low, high, cost, slope, budget, tolerance(psi))
+            if bool(found.all()):
+                break
+        self.at(psi)
+        return psi
 
-    @cached_property
-    def factors(self) -> PlanFactors:
-        low, high = (extreme(self.s.flatten(1), 1) for extreme in (torch.amin, torch.amax))
-        middle = per_image(0.5 * (low + high), self.s)
-        row, column = torch.exp(self.start + middle), torch.exp(self.s - middle)
-        weights = torch.exp(-self.price * self.moves.ring_cost)
-        return PlanFactors(high - low <= NARROW.get(self.x.dtype, -1.0), row, column, weights)
-
-    @cached_property
-    def _factored(self) -> bool:
-        return self.x.dtype in NARROW and bool(self.factors.fit.all())
+    @property
+    def log_sum(self) -> Tensor:
+        """The logarithm of the rows' normalisers."""
+        return torch.log(self.norm) + self.middle
 
     def flow(self, k: int) -> Tensor:
         """Mass that leaves each pixel by move ``k``."""
-        return (self.start + self._ends(k) - self.price * self.moves.costs[k]).exp()
-
-    def flows(self) -> Iterator[tuple[int, Tensor]]:
-        """All moves but the one that stays."""
-        for ring in self.moves.rings:
-            start = self.start - self.price * self.moves.costs[ring[0]]
-            for k in ring:
-                if k > 0:
-                    yield k, (start + self._ends(k)).exp_()
+        return self.row * torch.exp(-self.price * self.moves.costs[k]) * self._ends(k)
 
     def columns(self) -> Tensor:
-        return self.flow(0) + self.received()
-
-    def received(self) -> Tensor:
-        """What arrives at each pixel from others."""
-        if self._factored:
-            f = self.factors
-            return f.column * self.moves.sums(f.weights, back=True)(f.row)
-        received = self.moves.arrivals(self.x)
-        for k, flow in self.flows():
-            received.add(k, flow)
-        return received.total()
+        return self.flow(0) + self.column * self.moves.sums(self.weights, back=True)(self.row)
 
     def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
         """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""
-        if self._factored:
-            f, sums = self.factors, self.moves.sums
-            sent = f.row * sums(f.weights)(f.column * keep)
-            return sent, f.column * sums(f.weights, back=True)(f.row * give)
-        kept, received, sent = (
-            self.moves.ends(keep, 0.0),
-            self.moves.arrivals(self.x),
-            torch.zeros_like(self.x),
-        )
-        for k, flow in self.flows():
-            sent += flow * kept(k)
-            received.add(k, flow * give)
-        return sent, received.total()
+        sent = self.row * self.moves.sums(self.weights)(self.column * keep)
+        received = self.moves.sums(self.weights, back=True)(self.row * give)
+        return sent, self.column * received
 
-    def spent(self, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """What each pixel would send if ``give`` were 1, and what that would cost."""
-        if self._factored:
-            f, sums, ends = self.factors, self.moves.sums, self.factors.column * keep
-            return f.row * sums(f.weights)(ends), f.row * sums(f.weights * self.moves.ring_cost)(
-                ends
-            )
-        kept, sent, paid = (
-            self.moves.ends(keep, 0.0),
-            torch.zeros_like(keep),
-            torch.zeros_like(keep),
-        )
-        for k, flow in self.flows():
-            part = flow.mul_(kept(k))
-            sent += part
-            paid += part * self.moves.costs[k]
-        return sent, paid
+    def spent(self, keep: Tensor) -> Tensor:
+        """What the mass that each pixel would send if ``give`` were 1 costs."""
+        weights = self.weights * self.moves.ring_cost
+        return self.row * self.moves.sums(weights)(self.column * keep)
 
 
 def into_box(

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.kernels.plan_rows import SPREAD
 from wball.moves import Moves, StencilMoves
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -44,7 +45,7 @@ MAX_ON_CHIP = 4096
 """Programs of up to this many values keep rings in registers and offsets of moves in the code."""
 MAX_VALUES = 16384
 """Larger images do not fit in one program, and torch serves."""
-RANGE, EXACT_RANGE = 60.0, 600.0
+RANGE, EXACT_RANGE = 60.0, SPREAD
 """Largest range of the potentials of an image, in nats, in float32 and in float64."""
 MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""

@@ -31,7 +31,7 @@ from wball.batch import largest, per_image
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
-from wball.kernels.entropic_plan import PlanRequest, entropic_plan
+from wball.kernels.entropic_plan import PlanRequest, entropic_plan, narrowed
 from wball.kernels.entropic_plan.pull_back import balanced, pull_back
 from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
@@ -115,7 +115,7 @@ class TransportOracle(_Oracle):
         self._kappa: Tensor | None = None
 
     def __call__(self, b: Tensor) -> OraclePoint:
-        potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
+        potentials = narrowed(b.detach().to(self.x.dtype).reshape(self._grid.shape))
         raw = self.budget if self._kappa is None else self.budget * self._kappa
         request = PlanRequest(
             self._grid, potentials, raw, self._moves, self.problem.box,

@@ -21,6 +21,9 @@ so its rows sum to ``x`` for any value of the other quantities, and five images 
 * ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back
   along the arcs it came by, a row that would leave less than ``lo`` sends less.
 
+Potentials are within ``SPREAD`` of the largest of their image (:func:`narrowed`): the plan is then
+a product of factors in float64, and sums over moves need no exponentials.
+
 No tensor with one entry per arc exists: every pass loops over the moves.
 """
 
@@ -31,7 +34,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
+from wball.batch import per_image
 from wball.kernels import dispatch
+from wball.kernels.plan_rows import SPREAD
 from wball.moves import Moves
 
 COLD_PRICE = 10.0
@@ -47,7 +52,8 @@ class PlanRequest:
 
     Attributes:
         x: images in the box, float32 or float64, ``(B, C, H, W)``.
-        b: potentials, like ``x``. Only differences inside a channel's window matter.
+        b: potentials, like ``x``, :func:`narrowed`. Only differences inside a channel's window
+            matter.
         budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will
             do.
         moves: the moves of the ground cost on these images.
@@ -73,11 +79,9 @@ class PlanRequest:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The price and the box potentials to start from."""
-        psi = (
-            torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype)
-            if self.psi is None
-            else self.psi
-        )
+        psi = self.psi
+        if psi is None:
+            psi = torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype)
         return psi, torch.zeros_like(self.x) if self.q is None else self.q
 
 
@@ -109,6 +113,11 @@ class EntropicPlan:
     give: Tensor
     balanced: bool = False
     kernel: str = ""
+
+
+def narrowed(b: Tensor) -> Tensor:
+    """Potentials, raised where they are more than ``SPREAD`` below the largest of their image."""
+    return torch.maximum(b, per_image(b.flatten(1).amax(1) - SPREAD, b))
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:

@@ -8,9 +8,7 @@ The plan of :mod:`wball.kernels.entropic_plan` is a product of three factors: wi
 
 so normalisers, column sums, box factors and costs are correlations of one image with the small
 kernel ``w``: one multiplication a move and *no exponential*. The box step on ``q`` is a
-multiplication of ``E``. All arithmetic is in float64 for any input, which leaves room for
-potentials that differ by ``LINEAR_SPREAD`` nats; the torch reference serves images with a wider
-range.
+multiplication of ``E``. All arithmetic is in float64 for any input.
 
 Images are cropped and flat (:mod:`wball.kernels.layout`). The working set is a few dozen such
 images per thread and stays in the cache.
@@ -19,7 +17,6 @@ images per thread and stays in the cache.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +28,6 @@ from wball.kernels.entropic_plan import (
     COST_TOL,
     EntropicPlan,
     PlanRequest,
-    reference,
 )
 from wball.kernels.factors import (
     EXACT,
@@ -43,7 +39,7 @@ from wball.kernels.factors import (
     receive,
     repair,
 )
-from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
+from wball.kernels.layout import PART, mass_box, stencil_of
 from wball.kernels.price import narrowed, smooth_step
 
 # Rows of the working memory; the rings follow.
@@ -83,29 +79,6 @@ class _Answer(NamedTuple):
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    start, q = request.start()
-    chosen = (request.b.detach() + q).flatten(1)
-    wide = chosen.amax(1) - chosen.amin(1) > LINEAR_SPREAD
-    if not bool(wide.any()):
-        return _by_factors(request)
-    plan = _by_factors(replace(request, budget=request.budget.masked_fill(wide, 0.0)))
-    rest = reference.entropic_plan(
-        replace(
-            request,
-            x=request.x[wide],
-            b=request.b[wide].detach(),
-            budget=request.budget[wide],
-            psi=start[wide],
-            q=q[wide],
-        )
-    )
-    for name in ("z", "cost", "net_cost", "psi", "q", "keep", "give"):
-        getattr(plan, name)[wide] = getattr(rest, name)
-    return plan
-
-
-def _by_factors(request: PlanRequest) -> EntropicPlan:
-    """The plan of images whose potentials are narrow enough."""
     x, box, stencil = request.x, request.box, stencil_of(request.moves)
     shape = tuple(x.shape)
     # Always the same types: numba would compile another version for an integer.

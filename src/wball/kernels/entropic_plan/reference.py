@@ -4,53 +4,36 @@ must match."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from wball.kernels.entropic_plan import COST_TOL, EntropicPlan, PlanRequest
-from wball.kernels.plan_rows import PlanRows, image_sums, into_box, ring_sums, solve_price
+from wball.kernels.plan_rows import PlanRows, image_sums, into_box
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
-    """See :func:`wball.kernels.entropic_plan.entropic_plan`.
-
-    Computes in float64 for any input: then most sums over moves need no exponentials, and on a GPU
-        they are convolutions.
-    """
-    x, (psi, q) = request.x, request.start()
-    doubled = replace(request, x=x.double(), b=request.b.double(), psi=psi.double(), q=q.double())
-    plan = in_own_precision(doubled)
-    images = {name: getattr(plan, name).to(x.dtype) for name in ("z", "psi", "q", "keep", "give")}
-    return replace(plan, balanced=True, **images)
-
-
-def in_own_precision(request: PlanRequest) -> EntropicPlan:
-    """The plan in the precision of the images, to compare kernels of that precision with."""
-    x, b, newton = request.x, request.b, request.newton
-    start, q = request.start()
+    """See :func:`wball.kernels.entropic_plan.entropic_plan`. Computes in float64 for any input."""
+    dtype = request.x.dtype
+    x, b, psi, q = (t.detach().double() for t in (request.x, request.b, *request.start()))
     lo, hi = request.box if request.box is not None else (0.0, math.inf)
     budget, moves = request.budget.to(torch.float64), request.moves.like(x)
-    rings = ring_sums(b + q, moves)
-    psi = solve_price(
-        x, rings, moves.ring_cost, budget, start.to(x.dtype), newton, lambda psi: COST_TOL
-    )
+    plan = PlanRows(x, b + q, moves)
+    psi = plan.solve_price(budget, psi, request.newton, lambda psi: COST_TOL)
     sweeps, before = request.sweeps if request.box is not None else 0, q
     for sweep in range(1, sweeps + 1):
-        plan = PlanRows(x, b + q, psi, rings, moves)
         z = plan.columns().clamp(min=1e-12)
         # The upper bound on the shift only matters for lo > 0, where an emptied column could ask
         # for infinity.
         new = torch.minimum((q + torch.log(lo / z)).clamp(0.0, 50.0), q + torch.log(hi / z))
         q, before = _ahead(q, new, before, request.momentum if sweep < sweeps else 0.0), new
-        rings = ring_sums(b + q, moves)
-        psi = solve_price(x, rings, moves.ring_cost, budget, psi, newton, lambda psi: COST_TOL)
-    plan = PlanRows(x, b + q, psi, rings, moves)
-    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
+        plan = PlanRows(x, b + q, moves)
+        psi = plan.solve_price(budget, psi, request.newton, lambda psi: COST_TOL)
+    slack = 4 * torch.finfo(dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
     keep, give, sent, received = into_box(plan, lo, hi, slack)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
-    return EntropicPlan(z, *_costs(plan, keep, give), psi, q, keep, give)
+    z, psi, q, kept, given = (t.to(dtype) for t in (z, psi, q, keep, give))
+    return EntropicPlan(z, *_costs(plan, keep, give), psi, q, kept, given, balanced=True)
 
 
 def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
@@ -67,8 +50,8 @@ def _costs(plan: PlanRows, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
     moves, kept = plan.moves, plan.moves.ends(keep, 0.0)
     cost = torch.zeros(plan.x.shape[0], dtype=torch.float64, device=plan.x.device)
     net = cost.clone()
-    for k, flow in plan.flows():
-        flow = flow * give * kept(k)
+    for k in range(1, len(moves)):
+        flow = plan.flow(k) * give * kept(k)
         cost += image_sums(flow * moves.costs[k])
         reverse = moves.reverse[k]
         if reverse is not None:

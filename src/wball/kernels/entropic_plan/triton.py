@@ -21,7 +21,6 @@ from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, EntropicPlan, Plan
 from wball.kernels.triton_flows import flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
-    EXACT_RANGE,
     MAX_VALUES,
     RANGE,
     extent,
@@ -36,7 +35,11 @@ from wball.kernels.triton_stencil import (
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves
 
-_COLD_PRICE, _COST_TOL = tl.constexpr(COLD_PRICE), tl.constexpr(COST_TOL)
+_COLD_PRICE, _COST_TOL, _RANGE = (
+    tl.constexpr(COLD_PRICE),
+    tl.constexpr(COST_TOL),
+    tl.constexpr(RANGE),
+)
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -64,7 +67,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
             *staged, wide, table.offset, table.exact_fee if exact else table.fee, table.pair_offset, table.pair_fee,
             1, int(warm), lo, hi, slack, request.sweeps if box is not None else 0, request.newton, float(request.momentum),
             **table.constants(offsets=not exact), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
-            MOMENTUM=request.momentum > 0, EXACT=exact, WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
+            MOMENTUM=request.momentum > 0, EXACT=exact, BLOCK=table.block,
             num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
     return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
@@ -79,7 +82,7 @@ def _plan_kernel(
     one, warm, lo, hi, slack, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, GIVES: tl.constexpr, MOMENTUM: tl.constexpr,
-    EXACT: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -94,7 +97,7 @@ def _plan_kernel(
     q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(REAL), 0.0)
     if not EXACT:
         top, bottom = extent(b + q, real)
-        if top - bottom > WIDEST:
+        if top - bottom > _RANGE:
             tl.store(wide_ptr + image, 1)
             return
     s_ptr += image * STAGED
@@ -116,10 +119,8 @@ def _plan_kernel(
     sweep = 0
     while sweep <= sweeps:
         top, bottom = extent(b + q, real)
-        if EXACT:
-            q = tl.maximum(q, top - WIDEST - b)
-        else:
-            wide = wide | (top - bottom > WIDEST)
+        if not EXACT:
+            wide = wide | (top - bottom > _RANGE)
         s = tl.where(real, tl.exp(b + q - top), 1.0)
         stage(s_ptr, place, s, real)
         psi, _, norm, moved = solve_price(

@@ -20,9 +20,20 @@ the box binds) less what the rows undo, ``P^T diag(1 / x) P``. Most mass does no
 diagonal of that is about ``P_jj^2 / x_j``, nearly ``z_j``. The step of a sweep is therefore scaled
 by ``M_j / (M_j - P_jj^2 / x_j)`` (Jacobi's scaling of the Newton equations).
 
-**Memory.** Each sweep starts from a combination of the last few (Anderson's method; Triton has
-conjugate residuals). If the estimated gap rises, the memory is dropped and later steps are scaled
-by less.
+**Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f =
+new - beta`` is linear in ``beta``, and self-adjoint in the metric by which a column resists a
+change (what its scaled step is divided by). So the difference ``d`` between the changes of two
+sweeps is made orthogonal to those before it, and with it the step ``s`` that it belongs to; what
+``f`` has along each ``d`` is removed by going along its ``s``:
+
+.. math::
+    \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
+
+(conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). If
+the estimated gap rises, the memory is dropped and later steps are scaled by less.
+
+**Range.** Potentials more than ``SPREAD`` below the largest of their image are raised to that: the
+plan is then a product of factors. The sweeps of such an image end, with whatever gap it has.
 
 **Margin.** A repair sends the excess of full columns back, and inside a full area there is no room
 for it. Full columns therefore aim below ``hi``, by an amount that costs a share of the gap.
@@ -67,11 +78,9 @@ LESS = 0.8
 DOUBT = 3.0
 """The gap has risen if it is more than this factor above the lowest one."""
 
-MEMORY = 5
-"""Number of earlier sweeps in a combination."""
-
-LONGEST = 10.0
-"""A combination moves potentials at most this factor further than the sweep, or than ``FAR``."""
+MEMORY, DEPENDENT = 4, 1e-5
+"""Number of earlier sweeps that are remembered. The memory is dropped when what is new in a sweep
+is below this share of its difference to the last."""
 
 MARGIN, WIDEST_MARGIN = 0.2, 5e-4
 """Full columns aim below ``hi`` such that it costs this share of the allowed gap, to first and to
@@ -117,8 +126,7 @@ class Projection:
             ``d = 1/2 |w - z|^2``.
         max_iter: maximum number of sweeps per image.
         factors: whether to return the plan. It is then the plan of point, cost and gap in float64:
-            to the last bit, and for gaps that float32 does not resolve. Images that a kernel leaves
-            to others have an infinite gap.
+            to the last bit, and for gaps that float32 does not resolve.
     """
 
     x: Tensor

@@ -6,8 +6,7 @@ module lays out an image, sweeps until an estimate of the gap is small enough, r
 computes its gap, and writes the answer.
 
 Rows with mass are packed contiguously, and so are the columns that mass can reach. The other
-columns stay at 0, and their potential is ``u = w``. Potentials too wide for plain factors (large
-``lambda``) leave an image at its centre, with an infinite gap.
+columns stay at 0, and their potential is ``u = w``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, correlate, repair
-from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
+from wball.kernels.layout import PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
     EXACT_SLACK,
@@ -286,7 +285,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         work[X], work[A], work[E], work[KEEP], work[GIVE],
         work[SENT], work[RECEIVED], work[SCRATCH], work[SPARE], work[TMP],
     )  # fmt: skip
-    gram = np.zeros((MEMORY, MEMORY))
+    sizes = np.zeros(MEMORY)
     weight, ones = np.empty(fee.size), np.where(fee < math.inf, 1.0, 0.0)
     fees = np.where(fee < math.inf, fee, 0.0)
     least = math.log(lo) if lo > 0.0 else -math.inf
@@ -318,10 +317,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         steps, log_sums, held, lowest, bold = 0, 0.0, 0, math.inf, 1.0
         while True:
             # Rows and price.
-            middle, reach = sweeps.extent(work, count)
-            if not reach <= LINEAR_SPREAD / 2:
-                numbers[m, _GAP] = math.inf
-                break
+            middle, wide = sweeps.narrow(work, count)
             sweeps.exponentials(work, middle, reached)
             sweeps.rings(work, pad, n, shift, ones, ring, lit)
             miss = PSI_TOL * target * size / heat
@@ -343,20 +339,20 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             most = math.log(hi - margin)
             sweeps.solve_columns(work, count, log_heat, least, most, steps == 0)
             steps += 1
+            last = wide or steps >= max_iter
 
             # An estimate of the gap after a repair, without the margin.
             misfit, outside, distance, inner = sweeps.judge(work, count, heat, lo, hi)
             about = misfit - margin * pressed
             about += heat * price * (abs(budget[m] - cost) + EXCESS * outside)
             # The size changes little from sweep to sweep.
-            if steps == 1 or about <= 2 * target * size or steps >= max_iter:
+            if steps == 1 or about <= 2 * target * size or last:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
                 entropy = heat * (inner - price * cost - log_sums)
                 distance += beyond
                 size = max(distance, PARTS * (distance - entropy)) + tol * at_centre
-            if about <= target * size or steps >= max_iter:
+            if about <= target * size or last:
                 offers += 1
-                final = offers == ROUNDS or steps >= max_iter
                 _repair(work, f, flat, weight, settings)
                 spent = _spent(work, flat, weight * fees)
                 scale = min(budget[m] / max(spent, TINY), 1.0)
@@ -369,7 +365,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 gap = misfit + heat * (price * (budget[m] - spent) + divergence)
                 entropy = heat * (divergence + inner - price * spent - log_sums)
                 allowed = tol * max(distance, PARTS * (distance - entropy)) + tol * tol * at_centre
-                if gap <= allowed or final:
+                if gap <= allowed or offers == ROUNDS or last:
                     numbers[m, _COST], numbers[m, _OBJECTIVE] = spent, distance + entropy
                     numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                     break
@@ -381,11 +377,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 bold *= LESS
             lowest = about if misled else min(lowest, about)
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold)
-            held = memory.advance(work, past, count, -1 if steps == 1 or misled else held, gram)
+            held = memory.advance(work, past, count, -1 if steps == 1 or misled else held, sizes)
 
         n_iter[m] = steps
-        if numbers[m, _GAP] == math.inf:
-            continue
         numbers[m, _PSI] = heat * price
         point, potential = out[0, m].reshape(-1), out[1, m].reshape(-1)
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, point, potential)

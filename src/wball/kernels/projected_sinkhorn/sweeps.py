@@ -24,6 +24,7 @@ import math
 
 from wball.kernels.compiled import compiled, exp, log
 from wball.kernels.factors import SUMS, TINY, correlate
+from wball.kernels.plan_rows import SPREAD
 from wball.kernels.price import narrowed, smooth_step
 from wball.kernels.projected_sinkhorn import FAR, PSI_TOL
 
@@ -53,12 +54,17 @@ def exponentials(work, middle, reached):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def extent(work, count):  # type: ignore[no-untyped-def]
-    """The middle of ``beta`` and how far it goes from there."""
+def narrow(work, count):  # type: ignore[no-untyped-def]
+    """Raise ``beta`` to a range of ``SPREAD``. Returns its middle, and whether it was wider."""
     low, high = math.inf, -math.inf
     for i in range(count):
         low, high = min(low, work[BETA, i]), max(high, work[BETA, i])
-    return 0.5 * (low + high), 0.5 * (high - low)
+    wide = high - low > SPREAD
+    if wide:
+        low = high - SPREAD
+        for i in range(count):
+            work[BETA, i] = max(work[BETA, i], low)
+    return 0.5 * (low + high), wide
 
 
 # ``lit`` are the places of rows with mass: ``MASS``, ``NORM`` and the rings, the first of which is

@@ -4,23 +4,10 @@ inside one launch.
 One program per image: both blocks of the ascent, where the next sweep starts, the stopping test,
 repair and the gap. Images leave one by one, and nothing is read by the host.
 
-**Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f =
-new - beta`` is linear in ``beta``, and self-adjoint in the metric by which a column resists a
-change (what its scaled step is divided by). So the difference ``d`` between the changes of two
-sweeps is made orthogonal to the three before it, and with it the step ``s`` that it belongs to;
-what ``f`` has along each ``d`` is removed by going along its ``s``:
-
-.. math::
-    \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
-
-(conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve).
-Where the gap rises, the memory is dropped, and later steps are scaled by less.
-
 Sweeps are float32, and the gap is a sum of small terms, added in float64. A second launch of the
 same program in float64 continues images whose potentials are too wide for float32 (large
 ``lambda``). Where the plan itself is wanted (``factors``), or images are float64, it continues all
 images: a few more sweeps, then point, plan, cost and gap of the same numbers, to the last bit.
-Potentials too wide for float64 are raised to its range, and the sweeps end there.
 """
 
 # mypy: ignore-errors
@@ -34,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.projected_sinkhorn import (
+    DEPENDENT,
     DOUBT,
     EXACT_SLACK,
     EXCESS,
@@ -42,6 +30,7 @@ from wball.kernels.projected_sinkhorn import (
     LEAST,
     LESS,
     MARGIN,
+    MEMORY,
     PARTS,
     PSI_TOL,
     ROUNDS,
@@ -74,7 +63,7 @@ from wball.moves import Moves
 RESOLVED = 3e-5
 """Relative gap that float32 resolves for sure. Smaller ones are left to float64."""
 
-REMEMBERED = 3
+REMEMBERED = MEMORY - 1
 ROWS = 1 + 2 * REMEMBERED
 """Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with
 their steps. The change of the last sweep is kept in float32, and so is where it ended, in what will
@@ -83,7 +72,7 @@ be the potential's place."""
 _FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(LEAST)
 _ROUNDS, _PSI_TOL, _PARTS = tl.constexpr(ROUNDS), tl.constexpr(PSI_TOL), tl.constexpr(PARTS)
 _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
-_DOUBT, _DEPENDENT = tl.constexpr(DOUBT), tl.constexpr(1e-5)
+_DOUBT, _DEPENDENT = tl.constexpr(DOUBT), tl.constexpr(DEPENDENT)
 _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
     tl.constexpr(WIDEST_MARGIN),
     tl.constexpr(FAR),
