@@ -13,6 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import Tensor, nn
 
+from wball import WassersteinBall
+
 
 def euclidean(height: int, width: int, p: float = 1.0) -> np.ndarray:
     """Cost matrix of the grid, all pairs."""
@@ -197,3 +199,13 @@ def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
     x = torch.rand(1, 1, side, side, generator=draw)
     radius = float(0.02 + 0.5 * torch.rand(1, generator=draw) ** 2)
     return net.eval(), x, net(x).argmax(1), radius
+
+
+def network_margin(
+    net: nn.Sequential, x: Tensor, y: int, ball: WassersteinBall, cost: np.ndarray | None = None
+) -> float:
+    """The exact margin of a chain of linear layers over the ball around one image ``(C, H, W)``."""
+    cost = euclidean(*x.shape[1:]) if cost is None else cost
+    budget = float(ball.budget(x[None])[0])
+    pixels = x.double().flatten(1).numpy()
+    return exact_margin(affine_maps(net), pixels, y, cost, budget, ball.box)

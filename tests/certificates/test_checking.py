@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from certificates.exact import affine_maps, euclidean, exact_margin
+from certificates.exact import network_margin
 from certificates.test_certify import dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
 from wball.certificates.checking.bounds import Checker
@@ -87,21 +87,9 @@ def test_claims_that_are_wrong_are_not_confirmed(seed: int) -> None:
     assert not bool(proof.certified.any())
     assert set(verify(net, x, y, ball, proof).status) == {VerificationStatus.NOTHING}
     forged = replace(proof, certified=torch.ones_like(proof.certified))
-    found, exact = verify(net, x, y, ball, forged), _exact(net, x[0], int(y), ball)
+    found, exact = verify(net, x, y, ball, forged), network_margin(net, x[0], int(y), ball)
     assert found.disagreements == int(not found.confirmed)  # a forged claim may be true
     assert float(found.margin) <= exact + 1e-7
-
-
-def _exact(net: nn.Sequential, x: Tensor, label: int, ball: wball.WassersteinBall) -> float:
-    side, budget = x.shape[-1], float(ball.budget(x[None])[0])
-    return exact_margin(
-        affine_maps(net),
-        x.double().flatten(1).numpy(),
-        label,
-        euclidean(side, side),
-        budget,
-        ball.box,
-    )
 
 
 @torch.no_grad()
@@ -115,7 +103,7 @@ def test_the_checker_is_never_above_the_exact_minimum(seed: int) -> None:
     y, ball = net(x).argmax(1), wball.WassersteinBall(torch.tensor([0.1, 0.5]))
     for k in range(2):
         one, label = ball.take(torch.tensor([k])), int(y[k])
-        exact = _exact(net, x[k], label, one)
+        exact = network_margin(net, x[k], label, one)
         network = Network(trace(net, x), x.device)
         whole = Checker(network, domain(one, x[k], "full", 3.0))
         assert float(whole.margins(label).amin()) <= exact + 1e-7
@@ -180,35 +168,6 @@ def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     assert not bool(verify(net, x, y, broken, forged).confirmed.any())
     other = dense_net(1, 3, (5,), 3, 0)
     assert len(verify(other, x, y, broken, forged).status) == 3  # leaves of another network
-
-
-class Looped(nn.Module):
-    """Pooling with windows of one pixel and of several, after work in place, and curves one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.mul(1.5).add_(0.5).relu_()
-        h = torch.cat([F.max_pool2d(h, 2, 2, 1).flatten(1), F.max_pool2d(h, 2).flatten(1)], 1)
-        out: Tensor = self.last(F.gelu(self.first(torch.sigmoid(h))))
-        return out
-
-
-@pytest.mark.parametrize("method", ["dual", "crown", "complete"])
-def test_curves_and_pooling_are_cut_until_they_are_proved(method: str) -> None:
-    """Certificates of this kind were left unconfirmed: windows of one number were bounded by their ceiling."""
-    torch.manual_seed(5)
-    net, x = Looped().eval(), images(3, 1, 2, 5)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05, wball.GridCost(3))
-    at = ball.at(
-        certified_radius(net, x, y, ball, "dual" if method == "dual" else "crown", rounds=8)
-    )
-    at = at.at(at.eps * (1.05 if method == "complete" else 1.0))
-    proof = certify(net, x, y, at, method, time_limit=5.0)  # type: ignore[arg-type]
-    assert bool(proof.certified.any())
-    assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
 
 
 def test_a_model_without_gradients_is_decided_by_bounds() -> None:

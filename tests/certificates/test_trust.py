@@ -300,6 +300,32 @@ def test_the_comparison_looks_at_points_of_the_ball_itself() -> None:
     refused(Around(outside), None, wball.LinfBall(0.3, box=(0.0, 2.0)), x)
 
 
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu_": lambda h: h.relu_(),
+    "module": lambda h: nn.ReLU(inplace=True)(h) + h,
+    "add_": lambda h: h.add_(torch.relu(h)),
+    "scaled": lambda h: h.mul_(2.0).sub_(0.5),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
+    followed(before(lambda x: IN_PLACE[kind](2 * x - 1)))
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(torch.relu(h), 0.5),
+    "div": lambda h: torch.div(h, 0.1, rounding_mode="floor"),
+    "mean.*mixes images": lambda h: torch.relu(h - h.mean(0, keepdim=True)),
+    "mean.*mixes": lambda h: torch.relu(h - h.mean()),
+}
+
+
+@pytest.mark.parametrize("message", MIXING)
+def test_what_depends_on_chance_or_on_other_images_is_refused(message: str) -> None:
+    refused(before(MIXING[message]), message)
+
+
 def test_random_numbers_are_refused() -> None:
     refused(Around(lambda net, x: (net(x), torch.rand(1))[0]), "random numbers")
 
