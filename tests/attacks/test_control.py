@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from wball import DualAveraging, StandardAttack, WassersteinBall
 from wball.attacks import control, objectives, standard
+from wball.attacks.batch import Task
 from wball.attacks.result import AttackStatus
 from wball.attacks.stand_ins import DRAWS
 from wball.attacks.standard import _asked_again, _judged, _Member
@@ -119,11 +120,12 @@ def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor
     everyone, view = torch.ones(len(images), dtype=torch.bool), plain_view(net)
     weak = (DualAveraging(BALL, steps=1, step_size=1e-9),)
     strong = (DualAveraging(BALL, steps=60, step_size=6.0),)
-    missed = control.missed_in_full_ball(weak, view, net, images, labels, everyone)
+    task = Task(net, images, labels)
+    missed = control.missed_in_full_ball(weak, view, task, everyone)
     assert missed.images >= 2
-    none = control.missed_in_full_ball(strong, view, net, images, labels, everyone)
+    none = control.missed_in_full_ball(strong, view, task, everyone)
     assert none.images == 0 and none.of == missed.of
-    assert control.missed_in_full_ball(strong, view, net, images, labels, ~everyone).of == 0
+    assert control.missed_in_full_ball(strong, view, task, ~everyone).of == 0
 
 
 def test_examples_by_a_hair_are_improved_and_count(
@@ -132,7 +134,7 @@ def test_examples_by_a_hair_are_improved_and_count(
     """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
     found = DualAveraging(WassersteinBall(0.3), steps=40)(net, images, labels)
     assert int(found.success.sum()) >= 7
-    _, _, clear = _judged(found, plain_view(net), net, labels, None)
+    _, _, clear = _judged(found, plain_view(net), Task(net, images, labels))
     assert torch.equal(clear, found.success)
 
     def by_a_hair(z: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def test_examples_by_a_hair_are_improved_and_count(
     def labels_of(logits: Tensor) -> Tensor:
         return labels[: len(logits), None]
 
-    judged, _, clear = _judged(found, plain_view(by_a_hair), by_a_hair, labels, None)
+    judged, _, clear = _judged(found, plain_view(by_a_hair), Task(by_a_hair, images, labels))
     assert int(judged.success.sum()) >= 5 and not bool(clear[judged.success].any())
     every = StandardAttack(WassersteinBall(0.3), version="fast", check=False)
     whole = every(net, images, labels)
@@ -174,7 +176,8 @@ def test_what_is_an_example_in_some_batches_only_is_not_claimed(
     found = DualAveraging(ball, steps=5)(rounding, images, y)
     assert bool((found.images[:2] != images[:2]).any())
     view = plain_view(rounding)
-    assert not bool(_asked_again(view, rounding, found.images[:1], y[:1], None).any())
+    task = Task(rounding, images[:1], y[:1])
+    assert not bool(_asked_again(view, task, found.images[:1]).any())
     attack = StandardAttack(ball, version="fast", check=False, view=view)
     result = attack(rounding, images, y)
     assert not bool(result.success[0]) and result.member is not None and int(result.member[0]) == -1

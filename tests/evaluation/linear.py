@@ -72,9 +72,8 @@ class Claims(Attack):
     def n_gradients(self) -> int:
         return 1
 
-    def attack_batch(
-        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
-    ) -> AttackResult:
+    def attack_batch(self, task: Any, *rest: Any) -> AttackResult:
+        x = task.x
         found = torch.full((len(x),), self.how in CHANGES)
         one = found.double()
         status = (AttackStatus.FOUND if self.how in CHANGES else AttackStatus.SURVIVED,) * len(x)

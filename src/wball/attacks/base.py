@@ -28,12 +28,12 @@ from torch import Tensor
 
 from wball import inputs, progress
 from wball.attacks import objectives
-from wball.attacks.batch import AttackBatch, State, StepCount
+from wball.attacks.batch import AttackBatch, State, StepCount, Task
 from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, judge
+from wball.model import Model, as_found
 from wball.plan import StoredPlan
 
 PROGRESS_AFTER = 2_000_000
@@ -74,19 +74,9 @@ class Attack(ABC):
 
     @abstractmethod
     def attack_batch(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        generator: torch.Generator,
-        progress: StepCount | None = None,
-        start: Tensor | None = None,
+        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
     ) -> AttackResult:
-        """Attack checked images that fit in memory, on a model that is ready for it.
-
-        ``start`` are points of the ball to begin at, such as the attempts of another attack, if this one can.
-        """
+        """Attack checked images that fit in memory, on a model that is ready for it."""
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Called once with the model as found."""
@@ -154,34 +144,24 @@ class Attack(ABC):
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
         with as_found(model, x.device), torch.inference_mode(False):
-            x, y = x.clone(), y.clone()  # an inference tensor cannot carry gradients
-            with self._steps(x.shape[0]) as steps:
-                return self._in_batches(model, x, y, target, generator, steps)
+            # An inference tensor cannot carry gradients.
+            task = Task(model, x.clone(), y.clone(), target)
+            with self._steps(len(task)) as steps:
+                return self._in_batches(task, generator, steps)
 
     def _in_batches(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        generator: torch.Generator,
-        progress: StepCount | None,
+        self, task: Task, generator: torch.Generator, progress: StepCount | None
     ) -> AttackResult:
         parts: list[AttackResult] = []
-        start, size = 0, self.batch_size or max(1, x.shape[0])
-        while start < x.shape[0] or not parts:
-            index = torch.arange(start, min(start + size, x.shape[0]), device=x.device)
+        start, size = 0, self.batch_size or max(1, len(task))
+        while start < len(task) or not parts:
+            index = torch.arange(start, min(start + size, len(task)), device=task.x.device)
             seeds = generator.get_state()
             if progress is not None:
                 progress.batch(start, index.numel())
             try:
-                part = None if target is None else target[index]
-                found = self.take(index).attack_batch(
-                    model, x[index], y[index], part, generator, progress
-                )
-                parts.append(
-                    self.stored(found, model, x[index], y[index], part, self.ball.take(index))
-                )
+                part, attack = task.take(index), self.take(index)
+                parts.append(attack.stored(attack.attack_batch(part, generator, progress), part))
             except RuntimeError as error:
                 if not out_of_memory(error) or size == 1:
                     raise
@@ -196,30 +176,18 @@ class Attack(ABC):
                 RuntimeWarning,
                 stacklevel=4,
             )
-            if x.is_cuda:
+            if task.x.is_cuda:
                 torch.cuda.empty_cache()
         return joined(parts)
 
-    def stored(
-        self,
-        found: AttackResult,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        ball: Ball,
-    ) -> AttackResult:
+    def stored(self, found: AttackResult, task: Task) -> AttackResult:
         """The result with only the examples that :func:`wball.model.judge` confirms, on the levels if there are some."""
-
-        def judged(index: Tensor, images: Tensor) -> Tensor:
-            return judge(model, images, y[index], None if target is None else target[index])
-
         if self.levels is not None:
-            return to_levels(found, ball, x, self.levels, judged)
+            return to_levels(found, self.ball, task, self.levels, Task.judge)
         claimed = found.success.nonzero().squeeze(1)
         if claimed.numel() == 0:
             return found
-        return without(found, claimed[~judged(claimed, found.images[claimed])])
+        return without(found, claimed[~task.take(claimed).judge(found.images[claimed])])
 
     @contextmanager
     def _steps(self, images: int) -> Iterator[StepCount | None]:
@@ -285,23 +253,19 @@ class GradientAttack(Attack):
         batch.offer(state)
 
     def attack_batch(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        generator: torch.Generator,
-        progress: StepCount | None = None,
-        start: Tensor | None = None,
+        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
     ) -> AttackResult:
-        if x.shape[0] == 0:
-            return empty(x)
-        batch = AttackBatch(self, model, x, y, target, progress, start)
+        if len(task) == 0:
+            return empty(task.x)
+        # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
+        until_success = self.until_success and self.levels is None
+        objective = objectives.find(self.objective)
+        batch = AttackBatch(task, self.ball, objective, until_success, progress)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
         best = batch.finish()
-        loss = objectives.report(batch.objective, best.loss, targeted=target is not None)
+        loss = objectives.report(objective, best.loss, targeted=task.target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,

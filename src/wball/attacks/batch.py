@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from wball.ball import Ball
 from wball.model import Model, ask, check_classes, full_precision, judge, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
 from wball.progress import Bar
-
-if TYPE_CHECKING:
-    from wball.attacks.base import GradientAttack
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -35,6 +32,37 @@ def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
     problem = ball.problem(x)
     assert problem is not None, "only balls with plans are asked for one"
     return kind.identity(problem.moves(grid), grid)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an attack is asked for.
+
+    Attributes:
+        model: images to logits.
+        x: the images.
+        y: their labels.
+        target: classes to reach, or ``None`` for any wrong class.
+        start: points of the ball to begin at, such as the attempts of another attack, or ``None``.
+    """
+
+    model: Model
+    x: Tensor
+    y: Tensor
+    target: Tensor | None = None
+    start: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def take(self, index: Tensor) -> Task:
+        """The task for a subset of the images."""
+        target, start = (v if v is None else v[index] for v in (self.target, self.start))
+        return Task(self.model, self.x[index], self.y[index], target, start)
+
+    def judge(self, z: Tensor) -> Tensor:
+        """Which images meet the goal at ``z``, see :func:`wball.model.judge`."""
+        return judge(self.model, z, self.y, self.target)
 
 
 class StepCount:
@@ -115,48 +143,41 @@ class AttackBatch:
     """One batch under attack.
 
     Attributes:
-        ball: threat model of the images that are still in.
-        x, y, target: those images, their labels, and the target classes or ``None``.
+        task: what is asked for the images that are still in.
+        ball: their threat model.
         steps_done: steps so far.
         queries: forward passes so far, of each image that is still in.
-        start: points of the ball to begin at, or ``None`` to begin at the images.
         kernel: which implementation served the ball so far.
     """
 
     def __init__(
         self,
-        attack: GradientAttack,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
+        task: Task,
+        ball: Ball,
+        objective: objectives.Objective,
+        until_success: bool,
         progress: StepCount | None = None,
-        start: Tensor | None = None,
     ) -> None:
-        self.model, self.ball, self.x, self.y, self.target = model, attack.ball, x, y, target
-        self.start, self.objective = start, objectives.find(attack.objective)
-        # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
-        self.until_success = attack.until_success and attack.levels is None
+        self.task, self.ball, self.objective = task, ball, objective
+        self.until_success = until_success
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
         self._proof: StoredPlan | None = None
         self._all_proof: StoredPlan | None = None
         self._progress = progress
+        x = task.x
         with torch.no_grad():
             with full_precision():
-                logits = ask(model, x)
-            check_classes("y", y, logits)
-            if target is not None:
-                check_classes("target", target, logits)
-            self._aim = (
-                self.objective.rival(logits, y)
-                if isinstance(self.objective, objectives.RunnerUp)
-                else None
-            )
+                logits = ask(task.model, x)
+            check_classes("y", task.y, logits)
+            self._aim = task.target
+            if task.target is not None:
+                check_classes("target", task.target, logits)
+            elif isinstance(objective, objectives.RunnerUp):
+                self._aim = objective.rival(logits, task.y)
             success, loss = self.reached(logits), self.loss(logits)
             wrong = success.nonzero().squeeze(1)
             if wrong.numel():  # an image that is wrong by rounding alone is attacked
-                goal = None if target is None else target[wrong]
-                success[wrong] = judge(model, x[wrong], y[wrong], goal)
+                success[wrong] = task.take(wrong).judge(x[wrong])
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         survived, already_wrong = (
@@ -173,6 +194,11 @@ class AttackBatch:
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)
 
+    @property
+    def x(self) -> Tensor:
+        """The images that are still in."""
+        return self.task.x
+
     def _radius(self, ball: Ball) -> Tensor:
         if isinstance(ball.eps, Tensor):
             return ball.eps.to(self.x.device, torch.float64).expand(self.x.shape[0]).contiguous()
@@ -180,16 +206,15 @@ class AttackBatch:
 
     def reached(self, logits: Tensor) -> Tensor:
         """Which images' logits meet the goal."""
-        return reached(logits, self.y, self.target)
+        return reached(logits, self.task.y, self.task.target)
 
     def loss(self, logits: Tensor) -> Tensor:
         """The objective of logits of the images that are still in."""
-        target = self.target if self.target is not None else self._aim
-        loss = self.objective(logits, self.y, target)
-        if not isinstance(loss, Tensor) or loss.shape != self.y.shape:
+        loss = self.objective(logits, self.task.y, self._aim)
+        if not isinstance(loss, Tensor) or loss.shape != self.task.y.shape:
             seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"objective must return one value per image, shape ({len(self.y)},), got {seen}"
+                f"objective must return one value per image, shape ({len(self.task)},), got {seen}"
             )
         return loss
 
@@ -204,7 +229,7 @@ class AttackBatch:
         """The objective's gradient at the candidate, which is offered on the way."""
         z = state.z.detach().to(self.x.dtype).requires_grad_(True)
         with torch.enable_grad():
-            logits = ask(self.model, z)
+            logits = ask(self.task.model, z)
             loss = self.loss(logits)
             gradient = None  # where the model cuts the graph
             if loss.requires_grad:
@@ -239,12 +264,12 @@ class AttackBatch:
         """Which images meet the goal at ``z``, which is not offered as a candidate."""
         with torch.no_grad():
             self.queries += 1
-            return self.reached(ask(self.model, z))
+            return self.reached(ask(self.task.model, z))
 
     def offer(self, state: State) -> Tensor:
         """The candidate without its gradient. Returns its logits."""
         with torch.no_grad():
-            logits = ask(self.model, state.z.to(self.x.dtype))
+            logits = ask(self.task.model, state.z.to(self.x.dtype))
             self.queries += 1
             self._consider(state, logits, self.loss(logits))
             return logits
@@ -293,14 +318,11 @@ class AttackBatch:
         self._put()
         self._active, self._best = self._active[kept], self._best.at(kept)
         self._proof = None if self._proof is None else self._proof.take(kept)
-        self.x, self.y, self.ball, self.logits = (
-            self.x[kept],
-            self.y[kept],
+        self.task, self.ball, self.logits = (
+            self.task.take(kept),
             self.ball.take(kept),
             self.logits[kept],
         )
-        self.target = None if self.target is None else self.target[kept]
-        self.start = None if self.start is None else self.start[kept]
         self._aim = None if self._aim is None else self._aim[kept]
         return kept
 

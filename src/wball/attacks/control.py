@@ -13,11 +13,13 @@ A model that fails none of them may still hide something, but not from these.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from wball.attacks.base import GradientAttack
+from wball.attacks.batch import Task
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
 from wball.attacks.views import View
@@ -31,19 +33,15 @@ SURVIVORS, GUESSES = 16, 4
 
 
 def missed_in_full_ball(
-    attacks: Sequence[GradientAttack],
-    view: View,
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    survived: Tensor,
+    attacks: Sequence[GradientAttack], view: View, task: Task, survived: Tensor
 ) -> Finding:
     """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks does."""
-    here = survived.nonzero().squeeze(1)[:SURVIVORS]
+    here, x = survived.nonzero().squeeze(1)[:SURVIVORS], task.x
     ball = attacks[0].ball.take(here).at(FULL)
     guessed = torch.zeros(here.numel(), dtype=torch.bool, device=x.device)
     for shift in range(1, GUESSES + 1):
-        guessed |= view.judge(model, _drifted(ball, x[here], x.roll(shift, 0)[here]), y[here], None)
+        drifted = _drifted(ball, x[here], x.roll(shift, 0)[here])
+        guessed |= view.judge(task.take(here), drifted)
     here = here[guessed]
     left = here
     for attack in attacks:
@@ -52,8 +50,9 @@ def missed_in_full_ball(
         draws = torch.Generator(x.device).manual_seed(0)
         full = attack.at(FULL).take(left)
         assert isinstance(full, GradientAttack)
-        found = full.attack_batch(view.model, x[left], y[left], None, draws)
-        left = left[~(found.success & view.judge(model, found.images, y[left], None))]
+        part = task.take(left)
+        found = full.attack_batch(replace(part, model=view.model), draws)
+        left = left[~(found.success & view.judge(part, found.images))]
     return Finding("full-ball-survivors", left.numel(), here.numel())
 
 

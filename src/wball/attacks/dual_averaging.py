@@ -99,11 +99,11 @@ class DualAveraging(GradientAttack):
             b=torch.zeros_like(x),
             oracle=oracle,
         )
-        if batch.start is not None:
-            state.b = START_NATS * normalised(batch.start - x)
+        if batch.task.start is not None:
+            state.b = START_NATS * normalised(batch.task.start - x)
         if self.random_start > 0:
             state.b = state.b + self.random_start * normal(x, generator)
-        if batch.start is not None or self.random_start > 0:
+        if batch.task.start is not None or self.random_start > 0:
             state.move()
         return state
 

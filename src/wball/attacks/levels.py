@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from wball.attacks.batch import Task
 from wball.attacks.result import AttackResult, AttackStatus
 from wball.ball import Ball
 
@@ -71,15 +72,15 @@ def rounded(z: Tensor, x: Tensor, levels: int) -> Tensor:
 def to_levels(
     result: AttackResult,
     ball: Ball,
-    x: Tensor,
+    task: Task,
     levels: int,
-    judge: Callable[[Tensor, Tensor], Tensor],
+    judge: Callable[[Task, Tensor], Tensor],
 ) -> AttackResult:
     """The result with its examples on the levels; the clean image, and no success, where none could be kept.
 
-    ``judge(index, images)`` says which images meet the goal.
+    ``judge(task, images)`` says which images meet the goal.
     """
-    already = judge(torch.arange(x.shape[0], device=x.device), x)
+    x, already = task.x, judge(task, task.x)
     images, success = x.clone(), already.clone()
     distance = torch.zeros_like(result.distance)
     for share in PULLED_BACK:
@@ -88,7 +89,7 @@ def to_levels(
             break
         start = x[left]
         points = rounded(start + share * (result.images[left] - start), start, levels)
-        wrong = judge(left, points)
+        wrong = judge(task.take(left), points)
         left, points = left[wrong], points[wrong]
         if left.numel() == 0:
             continue

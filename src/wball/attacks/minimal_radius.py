@@ -19,10 +19,11 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks.base import Attack, check_labels
+from wball.attacks.batch import Task
 from wball.batch import per_image
 from wball.display import Summarised
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, ask, full_precision, judge, reached
+from wball.model import Model, as_found, ask, full_precision, reached
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
@@ -91,7 +92,7 @@ def minimal_radius(
     x = x.to(result_dtype(x))
     y = check_labels("y", y, x)
     target = None if target is None else check_labels("target", target, x)
-    batch = x.shape[0]
+    whole, batch = Task(model, x, y, target), x.shape[0]
     radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
     failed = torch.zeros_like(radius)
     images, tried = x.clone(), torch.zeros(batch, dtype=torch.long, device=x.device)
@@ -100,8 +101,10 @@ def minimal_radius(
     for _ in range(rounds + 1):
         if todo.numel() == 0:
             break
-        goal = None if target is None else target[todo]
-        result = attack.at(eps[todo])(model, x[todo], y[todo], target=goal, generator=generator)
+        task = whole.take(todo)
+        result = attack.at(eps[todo])(
+            model, task.x, task.y, target=task.target, generator=generator
+        )
         tried[todo] += 1
         success = result.success & (
             result.radius <= eps[todo]
@@ -111,8 +114,7 @@ def minimal_radius(
                 "attack must prove distances, but they are NaN: PGD in mode 'paper' leaves every ball; use mode 'exact'"
             )
         found = todo[success]
-        goal = None if target is None else target[found]
-        nearer, share = _pull_back(model, x[found], result.images[success], y[found], goal)
+        nearer, share = _pull_back(whole.take(found), result.images[success])
         distance = torch.minimum(result.distance[success], eps[found]) * share
         problem = attack.ball.problem(x[found])
         if problem is not None:  # points that were pulled back were rounded once more
@@ -129,18 +131,17 @@ def minimal_radius(
     return MinimalRadius(radius, failed, images, radius.isfinite(), tried)
 
 
-def _pull_back(
-    model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The nearest success on the segment from ``z`` to ``x``, by bisection, and its share of the way."""
+def _pull_back(task: Task, z: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest success on the segment from ``z`` to its image, by bisection, and its share of the way."""
+    x = task.x
     low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     high, best = torch.ones_like(low), z
-    with as_found(model, x.device), full_precision(), torch.no_grad():
+    with as_found(task.model, x.device), full_precision(), torch.no_grad():
         for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
             share = (low + high) / 2
             point = x + per_image(share.to(x.dtype), x) * (z - x)
-            success = reached(ask(model, point), y, target)
+            success = reached(ask(task.model, point), task.y, task.target)
             low, high = torch.where(success, low, share), torch.where(success, share, high)
             best = torch.where(per_image(success, x), point, best)
-        held = judge(model, best, y, target)
+        held = task.judge(best)
     return torch.where(per_image(held, x), best, z), torch.where(held, high, 1.0)

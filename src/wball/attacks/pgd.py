@@ -182,8 +182,8 @@ class PGD(GradientAttack):
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Projected:
         x, ball = batch.x, batch.ball
         z, distance = x, torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        if batch.start is not None or self.random_start:
-            z = ball.sample(x, generator) if batch.start is None else batch.start
+        if batch.task.start is not None or self.random_start:
+            z = ball.sample(x, generator) if batch.task.start is None else batch.task.start
             distance = distance_bound(ball, x, z)
         fused = self._fused(ball, x)
         proof: Plan | None = None

@@ -83,7 +83,7 @@ class ScoreSearch(Search):
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
         x, oracle = batch.x, batch.ball.oracle(batch.x)
         zero = torch.zeros_like(x)
-        others = batch.logits.scatter(1, batch.y[:, None], torch.inf)
+        others = batch.logits.scatter(1, batch.task.y[:, None], torch.inf)
         classes = others.topk(min(MOST_CLASSES, others.shape[1]), 1).indices
         state = _Tracked(
             x, batch.ball, x, torch.zeros_like(oracle.unit), b=zero, oracle=oracle, classes=classes,
@@ -101,10 +101,10 @@ class ScoreSearch(Search):
         ranks = [
             rank
             for rank in RESTARTS.values()
-            if batch.target is None and rank < batch.logits.shape[1]
+            if batch.task.target is None and rank < batch.logits.shape[1]
         ]
-        every = [objectives.RunnerUp(rank).rival(batch.logits, batch.y) for rank in ranks]
-        return torch.stack(every, 1) if every else batch.y[:, None][:, :0]
+        every = [objectives.RunnerUp(rank).rival(batch.logits, batch.task.y) for rank in ranks]
+        return torch.stack(every, 1) if every else batch.task.y[:, None][:, :0]
 
     def _restart(self, state: _Tracked) -> None:
         """Begin again at the clean image if it is time for it, aiming at the next rival."""
@@ -127,7 +127,7 @@ class ScoreSearch(Search):
         def change(size: float) -> Tensor:
             asked = into_box(batch.x + size * u, batch.ball.box)
             return (
-                (_scores(batch.model, asked, state.classes) - state.logits_before)
+                (_scores(batch.task.model, asked, state.classes) - state.logits_before)
                 .transpose(0, 1)
                 .flatten(1)
             )
@@ -139,7 +139,7 @@ class ScoreSearch(Search):
         logits = batch.offer(state)
         scores, z = logits.gather(1, state.classes), state.z
         asked = into_box(z + state.noise * normal(z, generator, self.directions), batch.ball.box)
-        answers = _scores(batch.model, asked, state.classes)
+        answers = _scores(batch.task.model, asked, state.classes)
         batch.queries += self.directions
         moved = torch.cat([asked - z, (z - state.z_before)[None]]).transpose(0, 1).flatten(2)
         changed = torch.cat([answers - scores, (scores - state.logits_before)[None]]).transpose(
@@ -151,7 +151,9 @@ class ScoreSearch(Search):
             logits = logits.detach().requires_grad_(True)
             aim = state.aim
             value = (
-                batch.loss(logits) if aim is None else objectives.RunnerUp()(logits, batch.y, aim)
+                batch.loss(logits)
+                if aim is None
+                else objectives.RunnerUp()(logits, batch.task.y, aim)
             )
             (pull,) = torch.autograd.grad(value.sum(), logits)
         pull = pull.gather(1, state.classes).to(state.jacobian)

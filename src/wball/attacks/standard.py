@@ -62,7 +62,7 @@ from torch import Tensor
 
 from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
-from wball.attacks.batch import StepCount
+from wball.attacks.batch import StepCount, Task
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
@@ -246,49 +246,41 @@ class StandardAttack(Attack):
             return replace(self, view=best_view(model, first, labels, self.ball))
 
     def attack_batch(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        generator: torch.Generator,
-        progress: StepCount | None = None,
-        start: Tensor | None = None,
+        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
     ) -> AttackResult:
-        if x.shape[0] == 0:
+        x = task.x
+        if len(task) == 0:
             return replace(empty(x), member=torch.zeros(0, dtype=torch.long, device=x.device))
         with torch.no_grad():
-            outputs = ask(model, x[:1])
-        check_classes("y", y, outputs)
-        if target is not None:
-            check_classes("target", target, outputs)
-        view = self.view or best_view(model, x, y, self.ball)
+            outputs = ask(task.model, x[:1])
+        check_classes("y", task.y, outputs)
+        if task.target is not None:
+            check_classes("target", task.target, outputs)
+        view = self.view or best_view(task.model, x, task.y, self.ball)
         hidden, classes = not (view.is_useful and (view.own or view.clear)), outputs.shape[1]
-        targeted = target is not None
+        targeted = task.target is not None
         members = self.members(
             targeted=targeted, classes=classes, hidden=hidden, labels_only=view.labels_only
         )
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
         kinds = self._gradient_members(targeted, classes)
-        ensemble = _Ensemble(self, view, model, x, y, target)
+        ensemble = _Ensemble(self, view, task)
         for number, member in enumerate(members):
             kind = kinds[number] if number < len(kinds) else None
             here = ensemble.attacked_by(kind)
             if here.numel() == 0:
                 continue
-            begin = None if start is None else start[here]
+            part = replace(task.take(here), model=view.model)
             if kind is not None and kind.from_best and ensemble.best is not None:
-                begin = ensemble.best.images[here]
-            asked = view.model
+                part = replace(part, start=ensemble.best.images[here])
             if kind is not None and kind.smoothed:
-                if view.random or isinstance(asked, Smoothed):  # averaged already
+                if view.random or isinstance(view.model, Smoothed):  # averaged already
                     continue
-                asked = Smoothed(asked, kind.smoothed, self.ball.box, generator)
+                smoothed = Smoothed(view.model, kind.smoothed, self.ball.box, generator)
+                part = replace(part, model=smoothed)
             with full_precision():  # examples that exist in TF32 only would end the search
-                found = member.take(here).attack_batch(
-                    asked, x[here], y[here], ensemble.goal(here), generator, progress, begin
-                )
+                found = member.take(here).attack_batch(part, generator, progress)
             if kind is not None and kind.steady and found.rising is not None:
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)
@@ -296,38 +288,21 @@ class StandardAttack(Attack):
         if self.version == "standard" and self.levels is None and on_levels(x, 256):
             ensemble.round_attempts(len(members))
         best = ensemble.finish()
-        return replace(best, findings=self._findings(view, model, x, y, best, members, targeted))
+        return replace(best, findings=self._findings(view, task, best, members))
 
-    def stored(
-        self,
-        found: AttackResult,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        ball: Ball,
-    ) -> AttackResult:
+    def stored(self, found: AttackResult, task: Task) -> AttackResult:
         """The result on the levels. The view judges the examples of members."""
-        if self.levels is None:
-            return found
-        return super().stored(found, model, x, y, target, ball)
+        return found if self.levels is None else super().stored(found, task)
 
     def _findings(
-        self,
-        view: View,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        best: AttackResult,
-        members: tuple[GradientAttack, ...],
-        targeted: bool,
+        self, view: View, task: Task, best: AttackResult, members: tuple[GradientAttack, ...]
     ) -> tuple[Finding, ...]:
         assert best.member is not None and best.rising is not None
         count, survived = best.success.numel(), ~best.success
         alive = int(survived.sum())
         searched = int((best.member == len(members) - 1).sum()) if self.version != "fast" else 0
         found = [
-            control.not_finite(model, x, best.images),
+            control.not_finite(task.model, task.x, best.images),
             Finding("masked-gradients", 0 if view.is_useful else alive, count),
             Finding("black-box-stronger", searched, count),
             Finding("random-answers", count if view.random else 0, count),
@@ -335,8 +310,8 @@ class StandardAttack(Attack):
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
-        if alive and not targeted:
-            found.append(control.missed_in_full_ball(members[:2], view, model, x, y, survived))
+        if alive and task.target is None:
+            found.append(control.missed_in_full_ball(members[:2], view, task, survived))
         return merged(found)
 
 
@@ -350,28 +325,15 @@ class _Ensemble:
         near: images whose best attempt is almost an example.
     """
 
-    def __init__(
-        self,
-        attack: StandardAttack,
-        view: View,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-    ) -> None:
-        self._attack, self._view, self._model = attack, view, model
-        self._x, self._y, self._target = x, y, target
+    def __init__(self, attack: StandardAttack, view: View, task: Task) -> None:
+        self._attack, self._view, self._task = attack, view, task
         self.best: AttackResult | None = None
-        self.member = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
+        self.member = torch.full_like(task.y, -1)
         self.rising, self.near, self._clear = (
             torch.zeros_like(self.member, dtype=torch.bool) for _ in range(3)
         )
         with torch.no_grad():
-            self._almost = NEAR * objectives.margin(ask(view.model, x), y, target)
-
-    def goal(self, index: Tensor) -> Tensor | None:
-        """The target classes of images, if there are any."""
-        return None if self._target is None else self._target[index]
+            self._almost = NEAR * objectives.margin(ask(view.model, task.x), task.y, task.target)
 
     def attacked_by(self, kind: _Member | None) -> Tensor:
         """The images that a member attacks."""
@@ -382,9 +344,9 @@ class _Ensemble:
 
     def add(self, number: int, here: Tensor, found: AttackResult) -> None:
         """Merge what a member found, with success judged on the model itself."""
-        y, goal, ball = self._y[here], self.goal(here), self._attack.ball.take(here)
-        found = self._attack.stored(found, self._model, self._x[here], y, goal, ball)
-        found, margin, clear = _judged(found, self._view, self._model, y, goal)
+        part = self._task.take(here)
+        found = self._attack.take(here).stored(found, part)
+        found, margin, clear = _judged(found, self._view, part)
         self.near[here] |= margin > self._almost[here]
         self._clear[here] = clear
         self._merge(number, here, found)
@@ -403,17 +365,13 @@ class _Ensemble:
         left = (~self.best.success).nonzero().squeeze(1)
         if left.numel() == 0:
             return
-
-        def judged(index: Tensor, images: Tensor) -> Tensor:
-            here = left[index]
-            return self._view.judge(self._model, images, self._y[here], self.goal(here))
-
         none = torch.zeros_like(left)
         attempts = AttackResult(
             self.best.images[left], none == 0, self.best.distance[left], self.best.loss[left],
             none, (AttackStatus.FOUND,) * left.numel(), self.best.radius[left],
         )  # fmt: skip
-        found = to_levels(attempts, self._attack.ball.take(left), self._x[left], 256, judged)
+        ball, part = self._attack.ball.take(left), self._task.take(left)
+        found = to_levels(attempts, ball, part, 256, self._view.judge)
         broken = found.success.nonzero().squeeze(1)
         if broken.numel():
             self._merge(number, left[broken], found.take(broken))
@@ -423,37 +381,32 @@ class _Ensemble:
         assert self.best is not None
         unclear = (self.best.success & ~self._clear).nonzero().squeeze(1)
         if unclear.numel() and not self._view.random:
-            z, y, goal = self.best.images[unclear], self._y[unclear], self.goal(unclear)
-            lost = unclear[~_asked_again(self._view, self._model, z, y, goal)]
+            part = self._task.take(unclear)
+            lost = unclear[~_asked_again(self._view, part, self.best.images[unclear])]
             self.best = without(self.best, lost)
             self.member[lost] = -1
         return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
 
 
-def _judged(
-    found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None
-) -> tuple[AttackResult, Tensor, Tensor]:
+def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor, Tensor]:
     """A member's result, judged on the model itself, with its margin and which successes are clear."""
     with torch.no_grad():
         logits = ask(view.model, found.images)
-    score = objectives.cross_entropy(logits, y, target)
-    loss = objectives.report(objectives.cross_entropy, score, targeted=target is not None)
-    claimed = found.success.nonzero().squeeze(1)
-    held = found.success & view.judge(model, found.images, y, target)
-    found = without(replace(found, loss=loss), claimed[~held[claimed]])
-    margin = objectives.margin(logits, y, target)
+    score = objectives.cross_entropy(logits, task.y, task.target)
+    loss = objectives.report(objectives.cross_entropy, score, targeted=task.target is not None)
+    lost = found.success & ~view.judge(task, found.images)
+    found = without(replace(found, loss=loss), lost.nonzero().squeeze(1))
+    margin = objectives.margin(logits, task.y, task.target)
     ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     return found, margin, found.success & (ahead | view.random)
 
 
-def _asked_again(view: View, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
+def _asked_again(view: View, task: Task, z: Tensor) -> Tensor:
     """Which examples hold in batches of other sizes: each alone, and all of them twice."""
-    goals = [None] * len(z) if target is None else list(target.split(1))
-    alone = torch.cat(
-        [view.judge(model, *one) for one in zip(z.split(1), y.split(1), goals, strict=True)]
-    )
-    twice = None if target is None else target.repeat(2)
-    again = view.judge(model, torch.cat([z, z]), y.repeat(2), twice)
+    every = torch.arange(len(z), device=z.device)
+    alone = torch.cat([view.judge(task.take(one), z[one]) for one in every.split(1)])
+    twice = every.repeat(2)
+    again = view.judge(task.take(twice), z[twice])
     return alone & again[: len(z)] & again[len(z) :]
 
 

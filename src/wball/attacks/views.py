@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
+from wball.attacks.batch import Task
 from wball.attacks.checks import are_probabilities
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.stand_ins import Smoothed, StandIns, Tapped, inner_places
 from wball.ball import Ball
-from wball.model import Model, answers_differ, ask, full_precision, judge, reached
+from wball.model import Model, answers_differ, ask, full_precision, reached
 
 LOOKED_AT = 32
 """Images that views are compared on: half of them clean, half moved as an attack moves them."""
@@ -123,14 +124,13 @@ class View:
     def is_useful(self) -> bool:
         return self.useful >= MOST
 
-    def judge(self, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
+    def judge(self, task: Task, z: Tensor) -> Tensor:
         """Which images meet the goal; by the majority of :data:`ANSWERS` for random models."""
-        with torch.no_grad():
-            if not self.random:
-                return judge(model, z, y, target)
-            with full_precision():
-                answers = torch.stack([reached(ask(model, z), y, target) for _ in range(ANSWERS)])
-            return answers.sum(0) * 2 > ANSWERS
+        if not self.random:
+            return task.judge(z)
+        with torch.no_grad(), full_precision():
+            every = [reached(ask(task.model, z), task.y, task.target) for _ in range(ANSWERS)]
+        return torch.stack(every).sum(0) * 2 > ANSWERS
 
 
 def are_labels(outputs: Tensor) -> bool:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks import Attack, AttackResult, AttackStatus
+from wball.attacks.batch import Task
 from wball.attacks.findings import Finding, merged
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
@@ -444,10 +445,9 @@ class FunctionAttack(Attack):
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return {**super().describe(), "function": name}
 
-    def attack_batch(
-        self, model: Model, x: Tensor, y: Tensor, *rest: Any, **more: Any
-    ) -> AttackResult:
-        images = self.function(model, x.clone(), y.clone())
+    def attack_batch(self, task: Task, *rest: Any) -> AttackResult:
+        x = task.x
+        images = self.function(task.model, x.clone(), task.y.clone())
         if not isinstance(images, Tensor) or images.shape != x.shape:
             seen = getattr(images, "shape", type(images).__name__)
             raise ValueError(f"attack must return images of shape {tuple(x.shape)}, got {seen}")
