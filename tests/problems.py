@@ -5,7 +5,7 @@ Two kinds of things live here (:mod:`references` has the slow solvers that they 
 - :func:`random_problem` / :func:`random_problems` (seeded) and :func:`problems` (a Hypothesis strategy): a ball, a
   centre ``x``, a point ``w`` to project and a direction ``g``, over the regimes where solvers break.
 - Hypothesis strategies that return a :class:`Known`: a pair of images whose transport distance has a closed form
-  (:func:`diracs`, :func:`translations`, :func:`lines`, :func:`permutations`).
+  (:func:`diracs`, :func:`translations`, :func:`lines`).
 """
 
 from __future__ import annotations
@@ -278,28 +278,7 @@ def lines(draw: st.DrawFn) -> Known:
     return Known(cost, x, z, total * scale)
 
 
-@st.composite
-def permutations(draw: st.DrawFn) -> Known:
-    """``k`` equal Diracs go to ``k`` places: the best of all ``k!`` assignments (Birkhoff), by enumeration."""
-    cost, side, k = draw(costs()), draw(st.integers(2, 6)), draw(st.integers(1, 4))
-    cells = st.lists(st.integers(0, side * side - 1), min_size=k, max_size=k, unique=True)
-    start, end, mass = draw(cells), draw(cells), draw(st.floats(0.01, 1.0))
-    x, z = _blank(side, side), _blank(side, side)
-    x.view(-1)[start] = mass
-    z.view(-1)[end] = mass
-
-    def price(i: int, j: int) -> float:
-        dr, dc = i // side - j // side, i % side - j % side
-        return math.hypot(dr, dc) ** cost.p if max(abs(dr), abs(dc)) <= cost.radius else math.inf
-
-    best = min(
-        sum(price(i, j) for i, j in zip(start, order, strict=True))
-        for order in itertools.permutations(end)
-    )
-    return Known(cost, x, z, mass * best)
-
-
-known = st.one_of(diracs(), translations(), lines(), permutations())
+known = st.one_of(diracs(), translations(), lines())
 
 
 def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, float]]:

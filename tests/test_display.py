@@ -31,12 +31,3 @@ def test_results_are_short_in_a_session_and_a_table_in_a_notebook() -> None:
         assert len(repr(result)) < 250 and "\n" not in repr(result) and "tensor" not in repr(result)
         assert all(word in repr(result) for word in words)
         assert result._repr_html_().startswith("<table>") and "images" in result._repr_html_()
-
-
-def test_an_empty_result_has_a_headline() -> None:
-    ball = wball.WassersteinBall(0.3)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2)).eval()
-    none = torch.zeros(0, dtype=torch.long)
-    assert "images 0" in repr(
-        wball.DualAveraging(ball, steps=1)(model, torch.zeros(0, 1, 6, 6), none)
-    )

@@ -58,22 +58,10 @@ def submitted(script: str, words: list[str], environment: dict[str, str], folder
 @pytest.mark.slow
 def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_path: Path) -> None:
     """Two processes share one evaluation; a part of an array of jobs is one of its own."""
-    attack = ["--attack", "dual-averaging", "--steps", "2", "--eps", "0.05", "--no-report"]
-    out = tmp_path / "all"
-    words = [
-        "mnist-standard",
-        "--data",
-        "sample",
-        "--limit",
-        "4",
-        "--batch-size",
-        "1",
-        *attack,
-        "--out",
-        str(out),
-    ]
-    submitted("evaluate.sbatch", words, cluster, tmp_path)
-    assert len(wball.load_evaluation(out)) == 4
+    attack = ["--attack", "dual-averaging", "--eps", "0.05"]
+    words = f"mnist-standard --data sample --limit 4 --out {tmp_path / 'all'}".split()
+    submitted("evaluate.sbatch", [*words, *attack], cluster, tmp_path)
+    assert len(wball.load_evaluation(tmp_path / "all")) == 4
     pytest.importorskip("PIL")
     from PIL import Image
 
@@ -82,14 +70,8 @@ def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_pat
         path = tmp_path / "images" / "part-1" / str(label) / "0.png"
         path.parent.mkdir(parents=True)
         Image.fromarray((255 * x[y == label][0, 0]).byte().numpy()).save(path)
-    words = [
-        "mnist-standard",
-        str(tmp_path / "images"),
-        str(tmp_path / "parts"),
-        "--grey",
-        *attack[:-1],
-    ]
-    submitted("parts.sbatch", words, cluster, tmp_path)
+    words = f"mnist-standard {tmp_path / 'images'} {tmp_path / 'parts'} --grey".split()
+    submitted("parts.sbatch", [*words, *attack], cluster, tmp_path)
     assert len(wball.load_evaluation(tmp_path / "parts" / "part-1")) == 10
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wball
 from wball import DualAveraging, WassersteinBall
 from wball.attacks.checks import find_signs
-from wball.model import as_found, evaluating, full_precision, in_training
+from wball.model import evaluating, full_precision, in_training
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -56,17 +56,6 @@ def test_threads_attack_one_model_and_leave_it_as_it_was() -> None:
             for result in found:
                 predicted = net(result[:, :-1].reshape(-1, 1, 8, 8)).argmax(1)
                 assert torch.equal(predicted != y[worker], result[:, -1].bool())
-
-
-def test_calls_overlap_in_any_order() -> None:
-    net, cpu = network(), torch.device("cpu")
-    first, second = as_found(net, cpu), as_found(net, cpu)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not net.training and not net[0].weight.requires_grad and in_training(net)
-    second.__exit__(None, None, None)
-    assert net.training and net[0].weight.requires_grad and not net[0].bias.requires_grad
 
 
 def test_models_that_share_a_module_are_independent_otherwise() -> None:
@@ -142,15 +131,6 @@ def test_examples_in_tf32_or_in_float32_alone_do_not_count(name: str) -> None:
     ).success.any()  # the ball ends at 0.6, which TF32 rounds to 0.6006
     assert not attack(AddsOne(), x, y).success.any()
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
-
-
-def test_evaluations_read_claims_and_clean_images_without_tf32() -> None:
-    x, y = torch.full((4, 1, 2, 2), 0.5), torch.zeros(4, dtype=torch.long)
-    x[:2, :, 0, 0] = 0.60028  # right, unless it is rounded
-    result = wball.evaluate(
-        threshold(Tf32(4, 2), 0.6003), x, y, WassersteinBall(0.05), attack="fast", radii=[1e-9]
-    )
-    assert result.clean_accuracy == 1.0 and result.accuracy_at(1e-9) == 1.0
 
 
 def test_minimal_radii_hold_in_float64() -> None:

@@ -38,11 +38,6 @@ def test_unknown_name_lists_the_known_ones() -> None:
         build_model("mnist-cnm")
 
 
-def test_registry_cannot_be_changed_from_outside() -> None:
-    architectures().clear()
-    assert "mnist-cnn" in architectures()
-
-
 def test_paper_network_is_the_public_one() -> None:
     shapes = {k: tuple(v.shape) for k, v in mnist_cnn().state_dict().items()}
     assert shapes == {
@@ -59,29 +54,9 @@ def test_paper_network_is_the_public_one() -> None:
 
 def test_resnet18_has_the_public_names_and_size() -> None:
     model = ResNet18()
-    names = set(model.state_dict())
-    assert {
-        "conv1.weight",
-        "bn1.running_var",
-        "layer1.0.conv1.weight",
-        "layer4.1.bn2.bias",
-        "linear.bias",
-    } <= names
-    assert {n.split(".")[0] + "." + n.split(".")[1] for n in names if "shortcut" in n} == {
-        "layer2.0",
-        "layer3.0",
-        "layer4.0",
-    }
-    assert (
-        sum(p.numel() for p in model.parameters()) == 11_173_962
-    )  # the count everyone quotes for this network
-
-
-def test_small_resnet_halves_the_image_twice() -> None:
-    model = SmallResNet()
-    x = torch.rand(1, 3, 32, 32)
-    sizes = [tuple(x.shape[1:]) for x in (y for y in _stages(model, x))]
-    assert sizes == [(16, 32, 32), (16, 32, 32), (16, 32, 32), (32, 16, 16), (64, 8, 8)]
+    names = {"conv1.weight", "bn1.running_var", "layer4.1.bn2.bias", "linear.bias"}
+    assert names <= set(model.state_dict())
+    assert sum(p.numel() for p in model.parameters()) == 11_173_962  # the published count
 
 
 def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -139,20 +114,6 @@ def test_small_resnet_is_the_network_of_its_paper() -> None:
     torch.testing.assert_close(
         model(x), hidden @ of["linear.weight"].T + of["linear.bias"], rtol=1e-4, atol=1e-4
     )
-
-
-def test_a_fresh_small_resnet_only_shrinks_its_image() -> None:
-    stem, *rest = _stages(SmallResNet(), torch.rand(1, 3, 32, 32))
-    for out, size in zip(rest, (32, 32, 16, 8), strict=True):
-        smaller = F.adaptive_avg_pool2d(stem, size)
-        torch.testing.assert_close(out, smaller[:, [k % 16 for k in range(out.shape[1])]])
-
-
-def _stages(model: SmallResNet, x: torch.Tensor) -> list[torch.Tensor]:
-    out = [model.stem(x).relu()]
-    for block in model.blocks:
-        out.append(block(out[-1]))
-    return out
 
 
 def test_normalized_equals_normalising_outside() -> None:

@@ -43,13 +43,6 @@ def test_repair_is_feasible_to_the_last_bit(seed: int, box: tuple[float, float] 
     torch.testing.assert_close(z[0], x[0])  # no budget, no move
 
 
-def test_repair_leaves_a_feasible_plan_alone() -> None:
-    _, plan = random_plan(1)
-    once = plan.repair(torch.full((3,), 1.0, dtype=torch.float64), (0.0, 1.0))
-    twice = once.repair(torch.full((3,), 1.0, dtype=torch.float64), (0.0, 1.0))
-    torch.testing.assert_close(once.flow, twice.flow, atol=1e-12, rtol=0)
-
-
 def test_small_excess_costs_little() -> None:
     """Full pixels in a row that overflow by 1e-6 give back about that much, not everything that moved."""
     x = torch.ones(1, 1, 1, 12, dtype=torch.float64)
@@ -76,21 +69,6 @@ def test_cancelling_keeps_rows_and_columns_and_never_costs(seed: int) -> None:
     assert bool((net.cost() <= plan.cost() + 1e-12).all())
     opposite = torch.minimum(net.flow, net.moves.opposite(net.flow))
     assert float(torch.where(net.moves.stay(), torch.zeros_like(opposite), opposite).max()) <= 1e-12
-
-
-def test_towards_the_centre_is_linear() -> None:
-    x, plan = random_plan(1)
-    share = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
-    part = plan.toward_centre(share)
-    torch.testing.assert_close(part.columns(), x + share.view(-1, 1, 1, 1) * (plan.columns() - x))
-    torch.testing.assert_close(part.cost(), share * plan.cost())
-
-
-def test_identity() -> None:
-    x, plan = random_plan(3)
-    still = Plan.identity(plan.moves, x)
-    torch.testing.assert_close(still.columns(), x)
-    assert float(still.cost().sum()) == 0
 
 
 @pytest.mark.parametrize(

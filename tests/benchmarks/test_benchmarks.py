@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import wball
 from benchmarks import calls, growth, inputs, masks, proofs, public, soundness, validity
-from benchmarks.__main__ import main
 from benchmarks.masked import MASKS
 
 CALLS = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1"]
@@ -34,18 +33,6 @@ def digits(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return x[:4], y[:4]
 
 
-def test_an_unknown_benchmark_is_refused() -> None:
-    with pytest.raises(SystemExit, match="expected one of calls"):
-        main(["nothing"])
-
-
-def test_directions_are_of_four_kinds_and_one_size() -> None:
-    x = torch.zeros(3, 1, 8, 8)
-    made = [inputs.direction(x, kind, 0) for kind in inputs.DIRECTIONS]
-    assert len(made) == 4 and not any(map(torch.equal, made, made[1:]))
-    assert all(float(d.square().mean()) == pytest.approx(1.0, rel=1e-4) for d in made)
-
-
 def test_calls_report_the_worst_direction_at_two_radii(tmp_path: Path) -> None:
     words = [*CALLS, "--only", "support, exact, mnist"]
     found = measured(calls.main, tmp_path / "calls.json", *words)
@@ -57,14 +44,6 @@ def test_calls_report_the_worst_direction_at_two_radii(tmp_path: Path) -> None:
         assert row["converged"] == row["of"] == 2 and row["kernel"]
     resumed = measured(calls.main, tmp_path / "calls.json", *CALLS, "--only", "sample, mnist")
     assert resumed["rows"][:2] == found["rows"] and len(resumed["rows"]) == 4
-
-
-@pytest.mark.slow
-def test_calls_of_two_versions_are_timed_side_by_side(tmp_path: Path) -> None:
-    sources = Path(wball.__file__).parents[1]
-    words = [*CALLS, "--only", "DualAveraging", "--against", str(sources)]
-    (row,) = measured(calls.main, tmp_path / "calls.json", *words)["rows"]
-    assert row["before_seconds"] > 0 and row["seconds"] > 0 and "robust_accuracy" in row
 
 
 @pytest.mark.slow
@@ -84,19 +63,6 @@ def test_masks_leave_the_network_a_network() -> None:
     for name, mask in MASKS.items():
         with torch.no_grad():
             assert float((mask.wrap(net)(x).argmax(1) == y).float().mean()) >= 0.6, name
-
-
-@pytest.mark.slow
-def test_masks_are_judged_and_measured_once(tmp_path: Path) -> None:
-    out, few = tmp_path / "masks.json", ["--images", "6", "--eps", "0.3", "--device", "cpu"]
-    before = measured(masks.main, out, *few, "--only", "reversed gradients")["rows"]
-    names = ["rounding to 1/255", "reversed gradients"]
-    rows = measured(masks.main, out, *few, "--only", *names)["rows"]
-    assert [row["mask"] for row in rows] == ["none", *names]
-    assert [rows[0], rows[2]] == before, "rows of an earlier run stay"
-    assert all(row["opened"] and not row["fooled"] for row in rows)
-    with pytest.raises(SystemExit, match="made with images 6, not 7"):
-        masks.main(["--images", "7", "--device", "cpu", "--out", str(out)])
 
 
 def test_a_mask_that_is_neither_opened_nor_seen_has_fooled_the_attack() -> None:
@@ -203,11 +169,3 @@ def test_wrong_certificates_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     assert sum(row["contradictions"] for row in rows) > 0
     assert sum(row["below_the_bound"] for row in rows) > 0
-
-
-def test_every_kind_of_random_network_is_supported() -> None:
-    x = torch.rand(1, 1, 14, 14)
-    for seed in range(soundness.KINDS):
-        net = soundness.random_network(seed)
-        y, ball = soundness.said(net, x), wball.WassersteinBall(0.001)
-        assert torch.isfinite(wball.certify(net, x, y, ball).margin).all()

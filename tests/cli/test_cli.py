@@ -406,16 +406,6 @@ def test_bad_arguments_get_one_line(line: str, here: Path, capsys: Capture) -> N
     assert not (here / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", bytes(range(256)) * 9])
-def test_a_damaged_onnx_file_is_one_line_with_the_remedy(
-    here: Path, capsys: Capture, content: bytes
-) -> None:
-    pytest.importorskip("onnx")
-    (here / "bad.onnx").write_bytes(content)
-    code, _, err = said(capsys, "evaluate", "bad.onnx", "-d", "mine.py:data", "--eps", "0.3")
-    assert code == 2 and "bad.onnx" in err and "export" in err and "Traceback" not in err
-
-
 def test_a_models_file_may_import_what_lies_beside_it(here: Path, capsys: Capture) -> None:
     (here / "far").mkdir()
     (here / "far" / "beside.py").write_text(MINE)

@@ -20,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import wball
 from faults import worker
-from wball.evaluation import evaluate
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
@@ -34,13 +31,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="disturbs proces
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["faults.worker"])
-
-
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
-DAMAGES = [slow("cut"), slow("zeros"), slow("empty"), "flip"]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
@@ -78,7 +68,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [slow(signal.SIGTERM), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_stopped_by_a_signal_and_started_again(
     tmp_path: Path, undisturbed: Path, how: signal.Signals
 ) -> None:
@@ -150,72 +142,6 @@ def test_a_disk_without_room(tmp_path: Path, undisturbed: Path) -> None:
     assert same(tmp_path, undisturbed)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_a_machine_without_memory(tmp_path: Path) -> None:
-    """The attack goes on with smaller batches when the system refuses memory, and finds the same images."""
-    assert ended(start(worker.with_little_memory, tmp_path, 48)) == 0
-
-
-def test_a_gpu_without_memory() -> None:
-    """The same when CUDA refuses it, here by a model that pretends to: the results are those of a roomy card."""
-
-    class Small(worker.Halves):
-        largest = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(x) > 3:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            self.largest = max(self.largest, len(x))
-            return super().forward(x)
-
-    x, y = worker.problem(10)
-    attack = wball.DualAveraging(worker.BALL, steps=5)
-    model = Small()
-    with pytest.warns(RuntimeWarning, match="out of memory: continuing with batches of"):
-        tight = attack(model, x, y)
-    roomy = attack(worker.Halves(), x, y)
-    assert model.largest <= 3
-    torch.testing.assert_close(tight.images, roomy.images, rtol=0, atol=1e-6)
-    result = evaluate(model, x, y, worker.BALL, [0.1], attack, batch_size=3)
-    assert result.clean_accuracy == 1.0
-
-
-@pytest.mark.slow
-def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
-    assert ended(start(worker.with_a_wild_clock, tmp_path)) == 0
-    assert same(tmp_path, undisturbed)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_batches_are_named_and_computed_again(
-    tmp_path: Path, undisturbed: Path, damage: str
-) -> None:
-    assert ended(start(worker.run, tmp_path, 0.0, 80)) == -signal.SIGKILL
-    path = tmp_path / "batches" / "batch-00001.safetensors"
-    path.write_bytes(damaged(path.read_bytes(), damage))
-    with pytest.warns(
-        UserWarning, match=r"batch-00001.safetensors is not a complete.*the batch is computed again"
-    ):
-        worker.run(str(tmp_path))
-    assert same(tmp_path, undisturbed)
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_settings_are_named(tmp_path: Path, damage: str) -> None:
-    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
-    path = tmp_path / "batches" / "settings.json"
-    path.write_bytes(damaged(path.read_bytes(), damage))
-    with pytest.raises(ValueError, match=r"settings.json.*--overwrite"):
-        worker.run(str(tmp_path))
-
-
-def damaged(content: bytes, how: str) -> bytes:
-    if how == "flip":  # of a digit in the JSON, of a number among the tensors
-        where = content.rindex(b"0.4") + 2 if b"{" in content[:1] else len(content) - 100
-        return content[:where] + bytes([content[where] ^ 1]) + content[where + 1 :]
-    return {"cut": content[: len(content) // 2], "zeros": bytes(len(content)), "empty": b""}[how]
-
-
 MINE = """
 import time, torch
 from torch import nn
@@ -241,18 +167,8 @@ def hungry():
 def test_terminated_at_the_command_line(tmp_path: Path) -> None:
     """Batch systems send SIGTERM first: one line, an exit code, and nothing half-written."""
     (tmp_path / "mine.py").write_text(MINE)
-    line = [
-        sys.executable,
-        "-m",
-        "wball",
-        "evaluate",
-        "mine.py:slow",
-        "-d",
-        "mine.py:data",
-        "--eps",
-        "0.1",
-    ]
-    line += ["--attack", "dual-averaging", "--out", "o"]
+    words = "evaluate mine.py:slow -d mine.py:data --eps 0.1 --attack dual-averaging --out o"
+    line = [sys.executable, "-m", "wball", *words.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent / "src"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
@@ -271,15 +187,6 @@ INTERRUPTS = {
 def importing(name, *rest):
     if name == "typer":
         os.kill(os.getpid(), signal.SIGINT)
-    return found(name, *rest)
-""",
-    "and an import fails for it": """
-def importing(name, *rest):
-    try:
-        if name == "wball.cli.commands":
-            os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        raise ImportError("half of it")
     return found(name, *rest)
 """,
     "twice, and the first is lost": """
@@ -323,13 +230,3 @@ def test_out_of_memory_at_the_command_line(
     err = capsys.readouterr().err
     assert code == 5 and err.count("\n") == 1
     assert "out of memory" in err
-
-
-@pytest.mark.slow
-def test_the_log_counts_what_was_done(tmp_path: Path) -> None:
-    """After a kill the log shows which batches were not done twice."""
-    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
-    assert ended(start(worker.run, tmp_path)) == 0
-    rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
-    worked = [(row["batch"], row["stage"]) for row in rows if row["event"] == "batch"]
-    assert len(worked) == len(set(worked)) == 6 * 3

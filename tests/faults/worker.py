@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -22,7 +20,6 @@ from wball.storage.atomic import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 dispatch.why_not("entropic_plan", "cpu")  # so that forked processes find it loaded
 
@@ -42,19 +39,6 @@ class Halves(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         right = x.flatten(1) @ self.weight
         return torch.stack([-right, right], 1)
-
-
-class Wide(nn.Module):
-    """Many numbers a pixel, by plain products: no library underneath has memory of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(width, 1, generator=generator))
-        self.out = nn.Parameter(torch.randn(width, 3, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.weight * x.flatten(1).unsqueeze(1) - 0.3).mean(2) @ self.out
 
 
 def problem(count: int = 24) -> tuple[Tensor, Tensor]:
@@ -111,67 +95,12 @@ def with_little_disk(folder: str, limit: int) -> None:
         os._exit(28)
 
 
-def with_little_memory(folder: str, megabytes: int) -> None:
-    """An attack on a model that needs more memory for all images at once than there is.
-
-    A single activation of all images takes four times the limit. Allocators may have reserved much more than is in use
-    (mimalloc, in torch for ARM: a gigabyte), so what they have is taken from them first; and glibc, which keeps blocks
-    of up to 32 MB once it has seen them, is told to give every block of a megabyte back.
-    """
-    torch.set_num_threads(1)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
-    x = torch.rand(64, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    model = Wide(4 * megabytes * 2**20 // (x.numel() * x.element_size()))
-    attack = wball.DualAveraging(wball.WassersteinBall(0.05), steps=2, until_success=False)
-    y = model(x[:1]).argmax(1).repeat(64)
-    wanted = attack(model, x[:2], y[:2])  # and everything is loaded
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        resource.setrlimit(resource.RLIMIT_AS, (used, before[1]))
-        hoard = _take_all()
-        resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, before[1]))
-        result = attack(model, x, y)
-        del hoard
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert any("out of memory" in str(w.message) for w in told), [str(w.message) for w in told]
-    assert result.images.shape == x.shape
-    torch.testing.assert_close(result.images[:2], wanted.images, rtol=0, atol=1e-5)
-
-
-def _take_all() -> list[Tensor]:
-    """Blocks of memory, until there are none of a megabyte left. They are never touched, so they cost nothing."""
-    blocks, size = [], 2**30
-    while size >= 2**20:
-        try:
-            blocks.append(torch.empty(size, dtype=torch.uint8))
-        except RuntimeError:
-            size //= 2
-    return blocks
-
-
 def second(folder: str) -> None:
     """Exit code 4 if the folder is in use by another process, and says so."""
     try:
         run(folder)
     except FolderInUse as error:
         os._exit(4 if "in use" in str(error) else 1)
-
-
-def with_a_wild_clock(folder: str) -> None:
-    """Every look at a clock finds another day: yesterday, tomorrow, 1970."""
-    days = 0
-
-    def wild() -> float:
-        nonlocal days
-        days = (7 * days + 3) % 1000
-        return 86_400.0 * (days - 500)
-
-    for name in ("time", "perf_counter", "monotonic"):
-        setattr(time, name, wild)
-    run(folder)
 
 
 def _read_by(folder: str, rank: int) -> Path:

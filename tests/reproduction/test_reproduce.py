@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import wball
 from reproduction import measure as measuring
 from reproduction import page, workshop
 from reproduction.__main__ import main
-from reproduction.page import ASSETS, section
+from reproduction.page import ASSETS
 from reproduction.presets import preset
 from reproduction.run import (
     RECIPES,
@@ -29,14 +25,13 @@ from reproduction.run import (
     draw,
     overview,
     reproduce,
-    run,
     stored,
     write_page,
 )
 from reproduction.tables import Table, pack, percent, unpack
-from reproduction.workshop import Data, MissingModel, Settings, Subject, Workshop
+from reproduction.workshop import MissingModel, Settings, Subject, Workshop
 from wball import provenance
-from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
+from wball.attacks import PGD, GrowingRadius
 from wball.storage.files import read_json, write_json
 from wball.training import TrainConfig
 
@@ -129,32 +124,6 @@ def test_ours_is_an_evaluation(shop: Workshop) -> None:
     )
 
 
-def test_every_counted_example_passes_the_audit(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An attack that leaves the ball on some images, far behind the first of a batch, and states a small distance."""
-    x, y = images(80)
-    far = slice(70, 80)
-
-    def leaves(
-        self: Attack, model: nn.Module, x: torch.Tensor, y: torch.Tensor, **options: object
-    ) -> AttackResult:
-        result = honest(self, model, x, y, **options)
-        images = result.images.clone()
-        images[far] = x[far].flip(3)  # wrong on these, with their mass, and pixels away from them
-        success = result.success.clone()
-        success[far] = model(images[far]).argmax(1) != y[far]
-        return replace(result, images=images, success=success, proof=None)
-
-    honest = StandardAttack.__call__
-    monkeypatch.setattr(StandardAttack, "__call__", leaves)
-    monkeypatch.setattr("wball.evaluation.batches.CPU_BATCH", 80)
-    result, _ = measuring.evaluated(shop, halves(), x, y, [0.01])
-    assert len(result.rejected) >= 5 and all(r["index"] >= 70 for r in result.rejected)
-    assert not bool(result.broken_at(0.01)[far].any())
-    assert measuring.curve(result)["examples"]["rejected"] == len(result.rejected)
-
-
 def test_papers_attack_gives_the_radius_of_each_image(shop: Workshop) -> None:
     x, y = images()
     y[0] = 1 - y[0]
@@ -177,54 +146,6 @@ def test_papers_attack_gives_the_radius_of_each_image(shop: Workshop) -> None:
     assert checks["found"] == len(off) and checks["mass_off"] == int((off > 1e-5).sum()) > 0
     assert checks["mean_mass_error"] == pytest.approx(float(off.mean()))
     assert checks["largest_mass_error"] == pytest.approx(float(off.max()))
-
-
-def test_an_interrupted_measurement_resumes(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, y = images(20)
-    monkeypatch.setattr("wball.evaluation.batches.CPU_BATCH", 5)
-    whole, _ = measuring.evaluated(shop, halves(), x, y, [0.05, 0.2])
-    other, calls, work = (
-        Workshop(replace(shop.settings, out=shop.settings.out / "b")),
-        0,
-        StandardAttack.__call__,
-    )
-
-    def dies(self: Attack, *arguments: torch.Tensor, **options: object) -> AttackResult:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return work(self, *arguments, **options)
-
-    monkeypatch.setattr(StandardAttack, "__call__", dies)
-    with pytest.raises(KeyboardInterrupt):
-        measuring.evaluated(other, halves(), x, y, [0.05, 0.2])
-    resumed, _ = measuring.evaluated(other, halves(), x, y, [0.05, 0.2])
-    assert all(torch.equal(resumed.images[name], whole.images[name]) for name in whole.images)
-    before = calls
-    measuring.evaluated(other, halves(), x, y, [0.05, 0.2])
-    assert calls == before  # finished parts are read back
-
-
-def test_a_part_is_measured_once_by_processes_that_share_a_folder(tmp_path: Path) -> None:
-    shop, order = Workshop(Settings(quick=True, device="cpu", out=tmp_path)), []
-
-    def hold() -> None:
-        with shop.part("p", ["the same"]):
-            order.append("first")
-            started.set()
-            time.sleep(0.5)
-            order.append("first is done")
-
-    started, other = threading.Event(), threading.Thread(target=hold)
-    other.start()
-    started.wait(10)
-    with shop.part("q", ["another"]), shop.part("p", ["the same"]):
-        order.append("second")
-    other.join()
-    assert order == ["first", "first is done", "second"]
 
 
 def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
@@ -259,22 +180,6 @@ def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
     assert [s.name for s in found] == [
         "cifar10-linf-provable"
     ] and "cifar10-standard" in shop.missing
-
-
-def test_a_model_that_is_broken_is_right_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = halves().model
-    x, y = images(4)
-    assert torch.equal(measuring.predicted(model, x), y)
-    assert measuring.predicted(model, x[:0]).tolist() == []
-    assert set(measuring.predicted(lambda z: model(z) * math.nan, x).tolist()) == {-1}  # type: ignore[arg-type]
-    monkeypatch.setattr(
-        "reproduction.pictures.predicted", lambda model, x: torch.full((len(x),), -1)
-    )
-    for name in ("wasserstein-vs-linf", "mnist-digits", "lambda-p"):
-        with pytest.raises(ValueError, match="none of the images right"):
-            reproduce(name, Settings(quick=True, device="cpu", out=tmp_path))
 
 
 def test_missing_data_say_how_to_get_them(
@@ -323,76 +228,6 @@ def test_the_command_writes_data_figures_and_a_page(
     assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in said
 
 
-def test_an_interruption_ends_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*arguments: object, **options: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("reproduction.run.run", interrupted)
-    assert main(["six-pixels"]) == 130
-    assert "interrupted" in capsys.readouterr().err
-
-
-def test_a_recipe_that_cannot_be_drawn_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    settings = Settings(quick=True, device="cpu", out=tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr("wball.report.figures.write_whole", full)
-        assert run(["six-pixels", "wasserstein-vs-linf"], settings) == 2
-    assert {p.name for p in tmp_path.glob("*.*")} == {"six-pixels.json", "wasserstein-vs-linf.json"}
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"wball\[report\]"):  # before anything is measured
-        run(["six-pixels"], Settings(quick=True, device="cpu", out=tmp_path / "other"))
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow
-def test_damaged_parts_are_measured_again(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    x, y = images(10)
-    monkeypatch.setitem(measuring.BATCH, "cpu", 5)
-    attack = PGD.paper(
-        "mnist",
-        ball=wball.WassersteinBall(0.05),
-        steps=2,
-        growth=GrowingRadius(3.0, 1),
-        progress=False,
-    )
-
-    def measured() -> list[Data]:
-        theirs = measuring.under_paper_attack(shop, halves(), x, y, attack)
-        return [theirs, measuring.curve(measuring.evaluated(shop, halves(), x, y, [0.05, 0.2])[0])]
-
-    first = measured()
-    folder = shop.settings.out / "parts"
-    files = [
-        *sorted(folder.rglob("batch-*.safetensors")),
-        *folder.rglob("results.json"),
-        *folder.rglob("notes.json"),
-    ]
-    assert len(files) == 4
-    for damage in (
-        lambda b: b[: len(b) // 2],
-        lambda b: b"",
-        lambda b: save({"other": torch.zeros(1)}),
-    ):
-        capsys.readouterr()
-        for path in files:
-            path.write_bytes(damage(path.read_bytes()))
-        again = measured()
-        assert capsys.readouterr().out.count("measured again") == 4
-        assert [a["curve"] for a in again] == [a["curve"] for a in first]
-        assert [a["examples"] for a in again] == [a["examples"] for a in first]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Quick results of a few recipes, on next to no images."""
@@ -401,32 +236,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("six-pixels", "wasserstein-vs-linf"):
         reproduce(name, settings)
     return out
-
-
-def test_parts_of_another_commit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(quick=True, device="cpu", out=tmp_path, images=2)
-    x, y = images(2)
-    made = replace(RECIPES["six-pixels"], measure=lambda shop: {"rows": _broken(shop, x, y)})
-    monkeypatch.setitem(RECIPES, "six-pixels", made)
-    origins = []
-    for commit in ("a", "a", "b"):
-        monkeypatch.setattr("wball.provenance.commit", lambda commit=commit: commit)
-        origins.append(reproduce("six-pixels", settings)["provenance"])
-    assert [(o["commit"], o.get("earlier_commits")) for o in origins] == [
-        ("a", None),
-        ("a", None),
-        ("b", ["a"]),
-    ]
-    content = {"quick": False, "missing": {}, "data": {"rows": [], "unit": "px", "original": None}}
-    content["provenance"] = origins[-1]
-    monkeypatch.setitem(
-        RECIPES, "six-pixels", replace(made, tables=lambda data: [], remarks=lambda data: [])
-    )
-    assert "commit b, parts at a, " in section(RECIPES["six-pixels"], content)
-
-
-def _broken(shop: Workshop, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-    return [measuring.evaluated(shop, halves(), x, y, [0.1])[0].accuracy_at(0.1)]
 
 
 def test_results_are_data_with_their_origin(results: Path) -> None:

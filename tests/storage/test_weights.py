@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,6 @@ def test_averaged_weights_as_torch_saves_them(tmp_path: Path) -> None:
         )
 
 
-def test_wrapped_file_into_bare_model(tmp_path: Path) -> None:
-    saved, loaded = Normalized(mnist_cnn(), 0.1, 0.3), mnist_cnn()
-    save_weights(saved, tmp_path / "w.safetensors")
-    assert equal(load_weights(loaded, tmp_path / "w.safetensors"), saved.model)
-
-
 def test_resnet_with_and_without_batch_counters(tmp_path: Path) -> None:
     saved, loaded = ResNet18(width=4), Normalized(ResNet18(width=4), 0.5, 0.2)
     saved(torch.rand(4, 3, 32, 32))  # moves the running statistics
@@ -104,22 +97,6 @@ def test_round_trip_is_exact_atomic_and_carries_metadata(tmp_path: Path) -> None
     assert [p.name for p in path.parent.iterdir()] == ["w.safetensors"]
 
 
-def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "w.safetensors"
-    saved = mnist_cnn()
-    save_weights(saved, path)
-    before = path.read_bytes()
-
-    def full(*args: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        save_weights(mnist_cnn(), path)
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
-
-
 def test_a_misfit_names_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None:
     state = mnist_cnn().state_dict()
     cases = {
@@ -131,30 +108,14 @@ def test_a_misfit_names_what_is_wrong_and_changes_nothing(tmp_path: Path) -> Non
             k.replace("0.weight", "stem.weight"): v for k, v in state.items()
         },
         "wball.Normalized": state | {"mean": torch.zeros(1)},
+        "wrong type: 7.bias is .*integer": state | {"7.bias": state["7.bias"].int()},
+        "wrong type: 7.bias is .*sparse": state | {"7.bias": state["7.bias"].to_sparse()},
     }
     for message, content in cases.items():
         torch.save(content, tmp_path / "w.pth")
         model = mnist_cnn()
         before = {k: v.clone() for k, v in model.state_dict().items()}
         with pytest.raises(ValueError, match=message):
-            load_weights(model, tmp_path / "w.pth")
-        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_tensors_of_another_kind_are_no_weights(tmp_path: Path) -> None:
-    state = mnist_cnn().state_dict()
-    bias = state["7.bias"]
-    for kind, value in {
-        "integer": (100 * bias).int(),
-        "complex": bias.to(torch.complex64),
-        "sparse": bias.to_sparse(),
-        "quantized": torch.quantize_per_tensor(bias, 0.1, 0, torch.qint8),
-        "meta": bias.to("meta"),
-    }.items():
-        torch.save(state | {"7.bias": value}, tmp_path / "w.pth")
-        model = mnist_cnn()
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        with pytest.raises(ValueError, match=f"wrong type: 7.bias is .*{kind}"):
             load_weights(model, tmp_path / "w.pth")
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
@@ -271,11 +232,3 @@ def test_wrong_paths_and_contents(tmp_path: Path) -> None:
         load_weights(mnist_cnn(), tmp_path / "w.pth")
     with pytest.raises(ValueError, match="safetensors"):
         save_weights(mnist_cnn(), tmp_path / "w.pth")
-
-
-def test_saved_file_is_readable_by_others(tmp_path: Path) -> None:
-    save_weights(mnist_cnn(), tmp_path / "w.safetensors")
-    (tmp_path / "plain").write_bytes(b"")
-    assert stat.S_IMODE(os.stat(tmp_path / "w.safetensors").st_mode) == stat.S_IMODE(
-        os.stat(tmp_path / "plain").st_mode
-    )

@@ -241,10 +241,6 @@ ATTACKS: dict[str, Callable[[wball.WassersteinBall, Case, np.random.Generator], 
     "frank-wolfe": lambda ball, case, rng: wball.FrankWolfe(
         ball,
         steps=int(rng.choice([1, 2])),
-        rule=str(rng.choice(["harmonic", "line-search"])),
-        reg=case.reg,
-        random_start=bool(rng.random() < 0.3),
         until_success=bool(rng.random() < 0.5),
-        max_iter=min(case.max_iter, 50),
     ),
 }

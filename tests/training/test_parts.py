@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,18 +51,6 @@ def test_bounds_hold_at_every_point_of_the_ball(model, shape, crown) -> None:  #
         z = ball.project(x, x + eps * torch.randn_like(x).sign()).point
         logits = net(z)
         assert (logits.gather(1, y[:, None]) - logits >= margins - 1e-9).all()
-
-
-@pytest.mark.slow
-def test_provable_training_can_begin_with_a_fresh_residual_network() -> None:
-    torch.manual_seed(0)
-    x, y = torch.rand(4, 3, 32, 32), torch.arange(4)
-    fresh = Normalized(SmallResNet(), (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
-    least = [
-        float(LinfBounds(net, x).margins(x, y, 2 / 255, 1.0).detach().min())
-        for net in (fresh, small_resnet())
-    ]
-    assert -50 < least[0] < 0 and least[1] < -1000
 
 
 def test_bounds_of_a_linear_model_are_exact() -> None:
@@ -136,18 +122,6 @@ def test_the_loss_is_its_formula() -> None:
     expected = -0.75 * q[rows, y].log().mean() - 0.25 * p[rows, y].log().mean()
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert int(right) == int((q.argmax(1) == y).sum())
-
-
-@given(st.floats(0, 1), st.sampled_from(["constant", "step", "one-cycle"]))
-def test_learning_rates_stay_in_range(progress: float, schedule: str) -> None:
-    lr = Optimisation(schedule=schedule).lr_at(progress, 15)  # type: ignore[arg-type]
-    assert 0 < lr <= 0.1
-
-
-def test_one_cycle_peaks_at_the_end_of_its_warmup() -> None:
-    options = Optimisation(schedule="one-cycle", warmup=0.25)
-    assert options.lr_at(0.25, 1) == pytest.approx(0.1)
-    assert options.lr_at(0.125, 1) == pytest.approx(0.05) == options.lr_at(0.625, 1)
 
 
 def test_papers_presets_are_the_papers() -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import DenseCost, GridCost, WassersteinBall
-from wball.training import Loss, Provable, Smooth, preset, train
+from wball.training import Provable, Smooth, preset, train
 from wball.training.bounds import linear_gain
 from wball.training.losses import Objective
 
@@ -65,18 +65,6 @@ def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
     assert all(
         p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
     )
-
-
-def test_a_share_of_the_clean_loss_goes_with_it() -> None:
-    model, (x, y) = small_model(), small_data(8)
-
-    def loss(share: float) -> torch.Tensor:
-        config = small_config(adversary=None, smooth=Smooth(0.1, ramp=0.0), loss=Loss(clean=share))
-        found: torch.Tensor = Objective(model, config, x)(x, x, y, 0.5, 0.1)[0]
-        return found
-
-    torch.testing.assert_close(loss(1.0), F.cross_entropy(model(x), y))
-    torch.testing.assert_close(loss(0.25), 0.75 * loss(0.0) + 0.25 * loss(1.0))
 
 
 def test_training_makes_gradients_pay_less() -> None:

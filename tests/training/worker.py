@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wball import DualAveraging, WassersteinBall, load_sample
@@ -135,23 +134,3 @@ def run_until_stopped(out: str, environment: dict[str, str]) -> None:
             train(small_config(epochs=100_000), small_data(), model=small_model(), out=out)
         except KeyboardInterrupt:
             Path(out, f"stopped-{environment['RANK']}").touch()
-
-
-def run_with_statistics(out: str, environment: dict[str, str]) -> None:
-    """A network with batch normalisation, on whose statistics all processes must agree in the end."""
-    torch.set_num_threads(1)
-    os.environ.update(environment)
-    with distributed.launched("cpu"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(196), nn.Linear(196, 10))
-        result = train(
-            small_config(epochs=1, adversary=None),
-            small_data(33),
-            small_data(33),
-            model=model,
-            out=out,
-        )
-        saved = load_file(Path(out, "small.safetensors"))
-        assert all(
-            torch.equal(saved[k], v) for k, v in result.model.state_dict().items() if "running" in k
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 from pathlib import Path
 
@@ -55,21 +54,3 @@ def test_zoo_models_classify_the_sample() -> None:
     assert wball.model_card("mnist-standard")["clean_accuracy"] >= 0.989
     with pytest.raises(ValueError, match="mnist-standard"):
         wball.load_model("mnist-standart")
-
-
-def test_cards_say_what_complete_verification_decided() -> None:
-    """Where a card has proofs of complete verification, they are those of the stored result."""
-    rows = json.loads((ROOT / "results" / "complete_mnist.json").read_text(encoding="utf-8"))[
-        "rows"
-    ]
-    proved = {(row["model"], f"{row['eps']:g}"): round(row["proved"], 4) for row in rows}
-    told = [
-        name for name in wball.list_models() if "complete_verification" in wball.model_card(name)
-    ]
-    assert {"mnist-certified", "mnist-anchored"} <= set(told)
-    for name in told:
-        card = wball.model_card(name)["complete_verification"]
-        shares = {key: value for key, value in card.items() if key not in ("ball", "method")}
-        assert shares == {
-            radius: share for (model, radius), share in proved.items() if model == name
-        }

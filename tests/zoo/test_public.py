@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +17,9 @@ import wball
 from server import Server
 from wball.cli import main
 from wball.fetch import DownloadError
-from wball.zoo.public import PublicModel, models_folder, public_models
+from wball.zoo.public import PublicModel, public_models
 
 PINNED = "0123456789abcdef0123456789abcdef01234567"
-REAL = os.environ.get("WBALL_MODELS")
 
 
 def packed(content: Any) -> bytes:
@@ -137,27 +134,6 @@ def test_another_file_than_the_published_one_is_never_opened(
     )
 
 
-def test_nothing_in_a_file_is_executed(
-    authors: Authors,
-    known: dict[str, PublicModel],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.system, ("echo executed",)
-
-    known["somebody-mnist"] = authors.publish(packed({**tiny(), "extra": Evil()}))
-    with pytest.raises(ValueError, match="contains more than tensors"):
-        wball.load_model("somebody-mnist", root=tmp_path)
-    known["older"] = authors.publish(
-        pickle.dumps(Evil(), 2), "older"
-    )  # not a zip archive, as old files are not
-    with pytest.raises(ValueError, match="older"):
-        wball.load_model("older", root=tmp_path)
-    assert "executed" not in capfd.readouterr().out
-
-
 def test_offline_is_one_clear_line(
     known: dict[str, PublicModel],
     tmp_path: Path,
@@ -203,32 +179,3 @@ def test_the_index_is_pinned_and_complete() -> None:
         )
         assert entry.architecture in wball.architectures() and entry.licence and entry.authors
     assert public_models()["levine2020-mnist-flow-0.01"].noise == 0.01
-
-
-def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("WBALL_MODELS", raising=False)
-    assert models_folder() == tmp_path / "wball" / "models" and models_folder("here") == Path(
-        "here"
-    )
-    monkeypatch.setenv("WBALL_MODELS", "there")
-    assert models_folder() == Path("there") and models_folder("here") == Path("here")
-
-
-def test_the_command_line_lists_authors_and_licences(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--json"]) == 0
-    out = capsys.readouterr().out
-    assert all(entry.authors in out and entry.sha256 in out for entry in public_models().values())
-    assert main(["models"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        all(name in out for name in public_models()) and "Levine, Feizi" in out and "licence" in out
-    )
-
-
-@pytest.mark.skipif(REAL is None, reason="WBALL_MODELS names no folder with the published files")
-@pytest.mark.parametrize("name", list(public_models()))
-def test_the_published_files_read_digits(name: str) -> None:
-    x, y = wball.load_sample()
-    accuracy = float((wball.load_model(name, root=REAL)(x).argmax(1) == y).float().mean())
-    assert accuracy > 0.9

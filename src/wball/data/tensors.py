@@ -1,4 +1,4 @@
-"""Images and labels out of anything that can be indexed or iterated, as tensors."""
+"""Conversion of data sets, loaders and arrays to tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wball import inputs
 
 PathLike = str | os.PathLike[str]
 
-# How dictionaries of public data sets call images and labels.
+# Names of images and labels in the dictionaries of public data sets.
 _IMAGE_NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
 _LABEL_NAMES = ("label", "labels", "y", "target", "targets")
 
@@ -27,16 +27,16 @@ def to_tensors(
     device: torch.device | str | None = None,
     items: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Any source of images and labels as ``(x, y)``.
+    """Convert any source of images and labels to ``(x, y)``.
 
     Args:
         data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a ``Dataset`` of (image,
             label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label":
             ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C`` if uint8, unless only the first
             axis has 1, 3 or 4 entries) or PIL images; bytes are divided by 255.
-        limit: take this many images at most.
-        device: where the tensors go (default: where they are).
-        items: what ``data`` gives are single images, never batches.
+        limit: largest number of images.
+        device: device of the result (default: that of the data).
+        items: ``data`` yields single images, never batches.
 
     >>> from torch.utils.data import TensorDataset
     >>> x, y = to_tensors(TensorDataset(torch.rand(5, 1, 4, 4), torch.arange(5)), limit=3)
@@ -171,7 +171,7 @@ def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], l
 
 
 def _pair(item: Any) -> tuple[Any, Any]:
-    """Image and label out of an item or a batch: the first two of several, or by their usual names in a dictionary."""
+    """Image and label of an item or a batch: its first two parts, or known names in a dictionary."""
     if isinstance(item, Mapping):
         images, labels = ([k for k in names if k in item] for names in (_IMAGE_NAMES, _LABEL_NAMES))
         if len(images) != 1 or len(labels) != 1:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, as all results, checkpoints and weights do, in folders with one writer."""
+"""Atomic writes of files, and folders that one process writes to at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 
 _PART = ".part"
 _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
-"""What file systems answer that know no locks."""
+"""Errors of file systems without locks."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` beside ``path``, flush it to the disk and rename it over ``path``.
 
-    A process killed at any moment leaves the old file or the new one, and so does a power cut once this has returned.
-    The file gets the permissions that the umask gives.
+    A killed process leaves either the old file or the new one. The permissions follow the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
@@ -39,7 +38,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def clear_parts(folder: Path) -> None:
-    """Remove what killed processes left in a folder that no other process writes to."""
+    """Remove the partial files of killed processes. The folder must be locked."""
     for part in folder.glob(f".*{_PART}"):
         part.unlink()
 
@@ -50,11 +49,10 @@ class FolderInUse(RuntimeError):
 
 @contextmanager
 def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
-    """Hold the folder for this process. The system lets go of it when the process ends, however it ends.
+    """Lock the folder for this process. The system releases the lock when the process ends.
 
-    ``filelock`` is not used: where a file system has no locks, it falls back on a file that outlives a killed process.
-
-    If another process holds it: raise :class:`FolderInUse`, or ``wait`` until it is free.
+    If another process holds the lock, raise :class:`FolderInUse`, or ``wait`` until it is free.
+    ``filelock`` is not used, because its fallback without locks is a file that outlives its process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (".lock" if rank == 0 else f".lock-{rank}")

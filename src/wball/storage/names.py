@@ -1,4 +1,4 @@
-"""Names that users chose, as names of files and as text for a terminal."""
+"""Names that users choose, made safe for file names and terminals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def file_name(name: str) -> str:
-    """A name with letters, digits, ``-``, ``_`` and ``.`` only, which stands in no other folder and is not hidden.
+    """A file name of letters, digits, ``-``, ``_`` and ``.``, without folders and not hidden.
 
     >>> file_name("../a b"), file_name("")
     ('a-b', 'unnamed')
@@ -15,10 +15,10 @@ def file_name(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Text in which characters that steer a terminal are written out.
+    r"""Text with control characters escaped.
 
-    Names come from command lines, files and folders of others; an escape sequence in them could move the cursor, hide
-    lines or change the title of the window.
+    Names come from command lines, files and folders. An escape sequence in them could move the
+    cursor, hide lines or change the title of the window.
 
     >>> print(printable("a\x1b[2Jb"))
     a\x1b[2Jb

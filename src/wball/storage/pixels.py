@@ -1,4 +1,4 @@
-"""Images in files: as bytes where that loses nothing, else as they are."""
+"""Storage of images as bytes, if that is exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GLANCE = 4096
-"""Pixels that are looked at first: hardly any image that is no bytes needs a look at all."""
+"""Pixels that are tested first, so that most other images are recognised at once."""
 
 
 def as_bytes(images: Tensor) -> Tensor:
@@ -27,5 +27,5 @@ def as_bytes(images: Tensor) -> Tensor:
 
 
 def as_pixels(stored: Tensor) -> Tensor:
-    """What :func:`as_bytes` was given."""
+    """The images that :func:`as_bytes` stored."""
     return stored.to(torch.float32).div_(255) if stored.dtype == torch.uint8 else stored
