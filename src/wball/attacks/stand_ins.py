@@ -8,9 +8,8 @@ whose value is that of ``f`` and whose gradient is that of ``s`` (backward pass 
 BPDA; Athalye, Carlini, Wagner 2018):
 
 - rounding, signs and ``detach`` pass the gradient on unchanged, and saturating functions with a least slope;
-- a comparison ``a > b`` has the gradient of ``a - b``;
-- any other result without a gradient (of a cast, a table, bits, buckets) has that of the argument of its shape
-  that it rises or falls with;
+- any other result without a gradient (of a comparison, a cast, a table, bits, buckets) has that of the argument of
+  its shape that it rises or falls with;
 - a tensor that looks like an image whose gradient was lost (in NumPy, in a code) has the gradient of that image.
 
 Results that cannot carry a gradient (booleans, integers) carry their stand-in as a shadow. ``no_grad`` and
@@ -42,7 +41,7 @@ Function = Callable[..., Any]
 LEAST_SLOPE = 0.05
 """Least slope of the stand-in of a saturating function."""
 ALIKE = 0.5
-"""Correlation above which a tensor is taken for a changed copy of another."""
+"""Correlation above which a tensor is taken for a changed copy of another; a comparison may have any."""
 TIED = 1e-5
 """Scores that differ by less, relative to the largest, may change places by rounding."""
 TAPS = 4
@@ -65,8 +64,6 @@ FLAT = _named(*FLAT_NAMES, *QUANTISED, "__floordiv__", "heaviside", "detach") | 
     Tensor.data.__get__  # type: ignore[attr-defined]
 }
 SATURATING = _named(*SATURATING_NAMES, "hardtanh", "relu6", "hardsigmoid")
-GREATER = _named("gt", "ge", "greater", "greater_equal", "__gt__", "__ge__")
-LESS = _named("lt", "le", "less", "less_equal", "__lt__", "__le__")
 OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")
 CHOOSE_CLASS = SATURATING | OUTSIDE | _named(
     "softmax", "log_softmax", "argmax", "max", "argsort", "sort", "topk", "exp", "round",
@@ -181,9 +178,6 @@ def _stand_in(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
 ) -> Tensor:
     first = _shadow(args[0])
-    if func in GREATER or func in LESS:
-        gap = first - _shadow(args[1])
-        return _carry(value, gap if func in GREATER else -gap)
     if func in FLAT:
         return _carry(value, first + 0.0)
     if func in SATURATING:
@@ -199,7 +193,7 @@ def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
         shadow = _shadow(source)
         if shadow.requires_grad and shadow.shape == value.shape:
             correlation, slope = _correlation(value, shadow)
-            if abs(correlation) > ALIKE:
+            if abs(correlation) > (0.0 if value.dtype == torch.bool else ALIKE):
                 return _carry(value, slope * shadow)
     return value
 

@@ -53,49 +53,28 @@ ANSWERS = 15
 """Answers of a random model that decide by majority whether an image is broken."""
 
 
-class Logarithms:
-    """A model that returns probabilities, as logits."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def __call__(self, x: Tensor) -> Tensor:
-        p = ask(self.model, x)
-        return p.clamp(min=torch.finfo(p.dtype).tiny).log()
+def _logarithms(model: Model, x: Tensor) -> Tensor:
+    """Probabilities as logits."""
+    p = ask(model, x)
+    return p.clamp(min=torch.finfo(p.dtype).tiny).log()
 
 
-class Scaled:
-    """A model with its logits multiplied by a constant.
-
-    The cross-entropy is flat where logits hardly differ, and a margin where they differ by thousands.
-    """
-
-    def __init__(self, model: Model, factor: float) -> None:
-        self.model, self.factor = model, factor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return ask(self.model, x) * self.factor
+def _averaged(model: Model, x: Tensor) -> Tensor:
+    """The mean answer of a model that answers at random (expectation over transformation)."""
+    return torch.stack([ask(model, x) for _ in range(DRAWS)]).mean(0)
 
 
 def _scaled(model: Model, outputs: Tensor) -> Model:
-    """The model with logits of the usual spread, by its ``outputs``."""
+    """The model with logits of the usual spread, by its ``outputs``.
+
+    The cross-entropy is flat where logits hardly differ, and a margin where they differ by thousands.
+    """
     wide = outputs.amax(1) - outputs.amin(1)
     middle = float(wide.double().median()) if len(wide) else math.nan
     if not 0 < middle < math.inf or USUAL[0] <= middle <= USUAL[1]:
         return model
-    return Scaled(
-        model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle))))
-    )
-
-
-class Averaged:
-    """The mean answer of a model that answers at random (expectation over transformation)."""
-
-    def __init__(self, model: Model, draws: int = DRAWS) -> None:
-        self.model, self.draws = model, draws
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.stack([ask(self.model, x) for _ in range(self.draws)]).mean(0)
+    bits = max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle))))
+    return lambda x: ask(model, x) * 2.0**bits
 
 
 @dataclass(frozen=True)
@@ -152,9 +131,9 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 
     def seen(view: Model) -> Model:
         with torch.no_grad():
-            view = Logarithms(view) if are_probabilities(ask(view, first)) else view
+            view = partial(_logarithms, view) if are_probabilities(ask(view, first)) else view
             view = _scaled(view, ask(view, first))
-        return Averaged(view) if random else view
+        return partial(_averaged, view) if random else view
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
     x, y, ball = x[right], y[right], ball.take(right)
