@@ -8,8 +8,9 @@ whose value is that of ``f`` and whose gradient is that of ``s`` (backward pass 
 BPDA; Athalye, Carlini, Wagner 2018):
 
 - rounding, signs and ``detach`` pass the gradient on unchanged, and saturating functions with a least slope;
-- any other result without a gradient (of a comparison, a cast, a table, bits, buckets) has that of the argument of
-  its shape that it rises or falls with;
+- a comparison of ``a`` and ``b`` has the gradient of ``a - b`` or ``b - a``, whichever it rises with;
+- any other result without a gradient (of a cast, a table, bits, buckets) has that of the argument of its shape
+  that it rises or falls with;
 - a tensor that looks like an image whose gradient was lost (in NumPy, in a code) has the gradient of that image.
 
 Results that cannot carry a gradient (booleans, integers) carry their stand-in as a shadow. ``no_grad`` and
@@ -41,7 +42,7 @@ Function = Callable[..., Any]
 LEAST_SLOPE = 0.05
 """Least slope of the stand-in of a saturating function."""
 ALIKE = 0.5
-"""Correlation above which a tensor is taken for a changed copy of another; a comparison may have any."""
+"""Correlation above which a tensor is taken for a changed copy of another."""
 TIED = 1e-5
 """Scores that differ by less, relative to the largest, may change places by rounding."""
 TAPS = 4
@@ -178,6 +179,9 @@ def _stand_in(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
 ) -> Tensor:
     first = _shadow(args[0])
+    if value.dtype == torch.bool and args[0].is_floating_point():
+        gap = first - _shadow(args[1])
+        return _carry(value, math.copysign(1.0, _correlation(value, gap)[0]) * gap)
     if func in FLAT:
         return _carry(value, first + 0.0)
     if func in SATURATING:
@@ -193,7 +197,7 @@ def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
         shadow = _shadow(source)
         if shadow.requires_grad and shadow.shape == value.shape:
             correlation, slope = _correlation(value, shadow)
-            if abs(correlation) > (0.0 if value.dtype == torch.bool else ALIKE):
+            if abs(correlation) > ALIKE:
                 return _carry(value, slope * shadow)
     return value
 
