@@ -154,14 +154,8 @@ class FactoredPlan(StoredPlan):
 
     def arcs(self) -> Tensor:
         """The mass on each move, ``(B, C, K, H, W)``, in float64."""
-        x, s, keep, give = (
-            part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give)
-        )
-        moves, psi, scale = (
-            self.moves.like(x),
-            self.psi.to(torch.float64),
-            self.scale.to(torch.float64),
-        )
+        x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
+        moves = self.moves.like(x)
         score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
         out = (scale.view(-1, 1, 1, 1) * x * give).unsqueeze(2)
@@ -174,14 +168,8 @@ class FactoredPlan(StoredPlan):
 
     def net_cost(self) -> Tensor:
         """The net cost, computed one move at a time, for attacks that need it at every step."""
-        x, s, keep, give = (
-            part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give)
-        )
-        moves, psi, scale = (
-            self.moves.like(x),
-            self.psi.to(torch.float64),
-            self.scale.to(torch.float64),
-        )
+        x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
+        moves = self.moves.like(x)
         ends, kept = moves.ends(s, -torch.inf), moves.ends(keep, 0.0)
         sent = [ends(k) - psi.view(-1, 1, 1, 1) * moves.costs[k] for k in range(len(moves))]
         top = reduce(torch.maximum, sent)

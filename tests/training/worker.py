@@ -81,30 +81,12 @@ class WithIdlePart(nn.Module):
         return logits
 
 
-def normalised_model() -> nn.Module:
-    """With batch normalisation, in double precision: what rounding does to it can be large."""
-    convolution, _, flatten, *rest = small_model()
-    layers = (
-        convolution,
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        flatten,
-        nn.BatchNorm1d(196, momentum=None),
-        *rest,
-    )
-    return nn.Sequential(*layers).double()
-
-
 def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
     """One short run of each kind."""
     plain = small_config(epochs=1, adversary=None)
     return {
         "idle": (plain, WithIdlePart()),
         "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
-        "normalised": (
-            dataclasses.replace(plain, adversary=small_config().adversary),
-            normalised_model(),
-        ),
         "provable": (
             dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))),
             small_model(),

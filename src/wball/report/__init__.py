@@ -1,4 +1,4 @@
-"""Reports: evaluations as one self-contained HTML file that needs no network, no server and no other file."""
+"""Reports: evaluations as one self-contained HTML file, which loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def write_report(
         evaluations: what to show; several are ranked, and must have radii in the same unit.
         path: the file to write, ``.html``.
         title: its heading.
-        requirements: what to decide on: a banner says whether every evaluation meets them
+        requirements: a banner shows whether every evaluation meets them
             (:meth:`wball.Evaluation.check`).
-        images: the largest number of images in the gallery, over all evaluations.
+        images: largest number of images in the gallery, over all evaluations.
     """
     if (missing := why_not()) is not None:
         raise ImportError(missing)
@@ -49,7 +49,7 @@ def write_report(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    # Names of files that the locale has no letters for come as stand-ins of their bytes.
+    # File names that the locale cannot decode contain surrogates.
     environment.filters["urlencode"] = lambda text: quote(text, errors="surrogateescape")
     environment.filters["percent"] = lambda part: "–" if part is None else f"{100 * part:.1f} %"
     environment.filters["interval"] = lambda ends: f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
@@ -61,7 +61,6 @@ def write_report(
         style=_asset("style.css"),
         script=_asset("app.js"),
     )
-    # Names of files that the locale has no letters for come as stand-ins of their bytes.
     write_whole(path, page.encode("utf-8", "surrogateescape"))
     return path
 
@@ -77,7 +76,7 @@ def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -
 
 
 def why_not() -> str | None:
-    """What to install before reports can be written; ``None`` if nothing is missing."""
+    """The missing package that reports need, and how to install it; ``None`` if all are installed."""
     for name in ("jinja2", "PIL"):
         try:
             import_module(name)
@@ -93,7 +92,7 @@ def _asset(name: str) -> str:
 
 
 def _for_script(data: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close the script element around it."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

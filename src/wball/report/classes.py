@@ -1,4 +1,4 @@
-"""Accuracy by class, and what classes are confused with under attack."""
+"""Accuracy by class, and confusion of classes under attack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from wball.evaluation.result import Evaluation
 
 SHOWN = 20
-"""Classes above which no matrix is drawn; the table lists the weakest of them."""
+"""Largest number of classes in the matrix and in the table, which lists the weakest."""
 
 
 @dataclass(frozen=True)

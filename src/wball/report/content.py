@@ -1,4 +1,4 @@
-"""What a report says, as plain data for its template."""
+"""The content of a report, as plain data for its template."""
 
 from __future__ import annotations
 

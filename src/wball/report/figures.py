@@ -1,7 +1,7 @@
-"""Figures for papers, from evaluations: accuracy against eps, examples with their perturbations, radii.
+"""Figures for papers, from evaluations: accuracy against eps, and examples with their perturbations.
 
-Each function returns a matplotlib figure; :func:`save_figures` writes all of them. Fonts are embedded as text, sizes
-are those of one column.
+Each function returns a matplotlib figure; :func:`save_figures` writes all of them. Fonts are
+embedded as text; the width is that of one column.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 MARKERS = "osD^vPX"
 FORMATS = ("pdf", "png", "svg")
 TITLE = 8
-"""Letters of two names of classes that fit into one line above a picture."""
+"""Letters of two class names that fit on one line above an image."""
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -72,31 +72,8 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
     return figure
 
 
-def radius_figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """The fraction of images with an adversarial example within a distance, against the distance."""
-    figure, axes = _one_axes(evaluations)
-    for k, e in enumerate(evaluations):
-        found = e.images["distance"][e.images["read_as"] >= 0].sort().values
-        wrong = int((e.images["label"] != e.images["predicted"]).sum())
-        share = 100 * (wrong + torch.arange(1, len(found) + 1)) / max(1, len(e))
-        line: dict[str, Any] = {
-            "lw": 1.5,
-            "color": COLOURS[k % len(COLOURS)],
-            "label": plain(e.name),
-        }
-        axes.step(found.tolist(), share.tolist(), where="post", **line)
-    axes.set(
-        xlabel=f"distance of the example ({evaluations[0].unit})",
-        ylabel="images broken (%)",
-        ylim=(-2, 102),
-    )
-    axes.set_xlim(left=0)
-    axes.legend()
-    return figure
-
-
 def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
-    """Rows of originals, perturbations on one diverging scale, and adversarial images, spread over the distances."""
+    """Originals, perturbations on one scale, and adversarial images, from small to large distances."""
     if not evaluation.examples or len(evaluation.examples["index"]) == 0:
         raise ValueError(f"{evaluation.name} has no adversarial examples to show")
     index = evaluation.examples["index"]
@@ -148,7 +125,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
 def save_figures(
     evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf"
 ) -> list[Path]:
-    """Write every figure that the evaluations give, as ``pdf``, ``png`` or ``svg``, and return the paths."""
+    """Write all figures of the evaluations, as ``pdf``, ``png`` or ``svg``, and return the paths."""
     if not evaluations:
         raise ValueError("evaluations is empty: there is nothing to draw")
     if kind not in FORMATS:
@@ -156,7 +133,7 @@ def save_figures(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with style():
-        figures = {"accuracy": accuracy_figure(evaluations), "radii": radius_figure(evaluations)}
+        figures = {"accuracy": accuracy_figure(evaluations)}
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
                 numbered = (
@@ -170,7 +147,7 @@ def save_figures(
 
 
 def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
-    """Write a figure whole, without the time of day: the same figure gives the same bytes."""
+    """Write a figure atomically and without a date, so that equal figures give equal bytes."""
     kind, content = path.suffix.removeprefix("."), io.BytesIO()
     stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
     with style():  # which fonts are embedded, and how, is decided here
@@ -195,12 +172,12 @@ def _cut(name: str, length: int = 12) -> str:
 
 
 def plain(text: str) -> str:
-    """A user's text as it is: to matplotlib, dollars enclose mathematics, and a leading _ keeps it out of legends."""
+    """Text escaped for matplotlib, which reads dollars as mathematics and hides labels that begin with _."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """A figure that belongs to no window, so that no display is needed."""
+    """A figure without a window, so that no display is needed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

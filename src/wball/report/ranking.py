@@ -1,4 +1,4 @@
-"""How evaluations compare: one ranked table, for the page, the terminal and spreadsheets."""
+"""A ranked table of evaluations, for the page, the terminal and spreadsheets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wball.evaluation.requirements import Interval
 from wball.evaluation.result import PLAN, CurvePoint, Evaluation
 
 SHOWN = 6
-"""Radii that the table shows at most; the chart and the table of values show them all."""
+"""Largest number of radii in the table; the chart and the table of values show all."""
 
 
 @dataclass(frozen=True)
@@ -123,5 +123,5 @@ def _row(
 
 
 def _cell(text: str) -> str:
-    """Text that no spreadsheet takes for a formula."""
+    """Text that spreadsheets do not read as a formula."""
     return f"'{text}" if text[:1] in "=+-@\t\r" else text

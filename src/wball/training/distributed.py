@@ -1,9 +1,10 @@
 """Data-parallel training in several processes, started by ``torchrun``.
 
 Each global batch is split into equal shards, one per process, and gradients are averaged. Random
-numbers are drawn for the global batch from the same seeds in every process, and batch normalisation
-uses the global batch, so that the result does not depend on the number of processes (up to rounding,
-attacks with random starts, and layers such as dropout).
+numbers are drawn for the global batch from the same seeds in every process, and on GPUs batch
+normalisation uses the global batch (:class:`torch.nn.SyncBatchNorm`), so that the result does not
+depend on the number of processes (up to rounding, attacks with random starts, and layers such as
+dropout).
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from wball.processes import grouped, rank_and_size
@@ -74,62 +74,6 @@ class World:
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over processes, differentiable any number of times."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total: Tensor = _Sum.apply(gradient)
-        return total
-
-
-@contextmanager
-def shared_statistics(model: nn.Module, world: World) -> Iterator[None]:
-    """Batch normalisation over all shards on CPUs; GPUs use :class:`torch.nn.SyncBatchNorm`."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    here: list[Any] = [m for m in model.modules() if type(m) in kinds] if world.size > 1 else []
-    for module in here:
-        module.forward = partial(_normalised, module, world)
-    try:
-        yield
-    finally:
-        for module in here:
-            del module.forward
-
-
-def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
-    """Normalise the shard ``x`` by the statistics of the global batch."""
-    if not module.training:
-        return type(module).forward(module, x)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    others, shape = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2)
-    count = world.size * x.numel() // x.shape[1]
-    mean: Tensor = _Sum.apply(wide.sum(others)) / count
-    centred = wide - mean.view(shape)
-    variance: Tensor = _Sum.apply(centred.square().sum(others)) / count
-    if module.track_running_stats:
-        assert module.running_mean is not None and module.running_var is not None
-        assert module.num_batches_tracked is not None
-        module.num_batches_tracked.add_(1)
-        weight = (
-            module.momentum
-            if module.momentum is not None
-            else 1 / float(module.num_batches_tracked)
-        )
-        module.running_mean.lerp_(mean.detach(), weight)
-        module.running_var.lerp_(variance.detach() * (count / max(1, count - 1)), weight)
-    out = centred * (variance + module.eps).rsqrt().view(shape)
-    if module.affine:
-        out = out * module.weight.view(shape) + module.bias.view(shape)
-    return out.to(x.dtype)
 
 
 def current() -> World:

@@ -37,7 +37,6 @@ from wball.training.opponent import Opponent, Radii
 from wball.training.state import (
     Average,
     MetricsLog,
-    check_header,
     generator,
     load_state,
     pack_optimizer,
@@ -146,7 +145,6 @@ def train(
     with (
         _products(device, "high", benchmark=not drops),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        distributed.shared_statistics(model, world),
         run.opened(x, y, None if init is None else Path(init).name),
         run.stopping(),
         _bar(progress, world.main, config, per_epoch) as tick,
@@ -381,7 +379,6 @@ class _Run:
         self.progress()
 
     def _resume(self, tensors: dict[str, Tensor], header: Any, path: str) -> None:
-        check_header(path, header)
         _check_same(header["config"], describe(self.config), path)
         _check_same(header["data"], self.data, path, "data")
         _check_same(header["init"], self.origin or header["init"], path, "init")
@@ -394,18 +391,12 @@ class _Run:
         for key in {**ours, **theirs}:
             _check_same(theirs.get(key), ours.get(key), path, f"model's {key}")
         self.model.load_state_dict(part["model"])
-        try:
-            if self.average.decay > 0:
-                self.average.model.load_state_dict(part["average"])
-            unpack_optimizer(self.optimizer, part["optimizer"])
-            if self.radii is not None:
-                self.radii.values.copy_(tensors["radii"])
-            self.totals.copy_(tensors["totals"])
-        except (KeyError, ValueError, RuntimeError) as error:
-            first = str(error).splitlines()[0]
-            raise ValueError(
-                f"{path} is not a complete checkpoint ({first}); delete it to start over"
-            ) from error
+        if self.average.decay > 0:
+            self.average.model.load_state_dict(part["average"])
+        unpack_optimizer(self.optimizer, part["optimizer"])
+        if self.radii is not None:
+            self.radii.values.copy_(tensors["radii"])
+        self.totals.copy_(tensors["totals"])
         self.step, self.images, self.seconds = (header[k] for k in ("step", "images", "seconds"))
         self.average.count, self.history = header["averaged"], header["history"]
 

@@ -43,28 +43,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(
             f"{error}: it is not a checkpoint of a training run; delete it to start over"
         ) from error
-    if header is None:
-        raise ValueError(f"{path} is not a checkpoint of a training run; delete it to start over")
     return tensors, header
-
-
-def check_header(path: str, header: Any) -> None:
-    """Raise unless a checkpoint's header has all that a run resumes from: files may be edited."""
-    kinds: dict[str, Any] = {
-        "config": dict,
-        "history": list,
-        "data": dict,
-        "init": (str, type(None)),
-    }
-    numbers = ("step", "images", "averaged", "seconds")
-    for name in (*kinds, *numbers):
-        value: Any = header.get(name) if isinstance(header, dict) else None
-        fits = isinstance(value, kinds.get(name, (int, float)))
-        if not fits or (name in numbers and not value >= 0):
-            raise ValueError(
-                f"{path} is not a checkpoint of a training run (its {name} is {value!r}); delete "
-                "it to start over"
-            )
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
