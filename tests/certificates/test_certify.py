@@ -232,7 +232,9 @@ def test_patches_give_what_dense_rows_give(monkeypatch: pytest.MonkeyPatch) -> N
     from wball.certificates import relaxation
 
     original = relaxation.units
-    monkeypatch.setattr(relaxation, "units", lambda *args: original(*args, dense=True))
+    monkeypatch.setattr(
+        relaxation, "units", lambda shape, *args: original(shape, *args).dense(shape)
+    )
     torch.testing.assert_close(certify(net, x, y, ball).margin, patched, atol=1e-5, rtol=0)
 
 

@@ -38,14 +38,14 @@ UNMATCHED = 4.0
 """Price of unmatched mass, in multiples of the largest cost: more than an optimal plan pays."""
 LEFT_OUT = 1e-12
 """Fraction of the mass that need not be placed although a plan could."""
-BARELY, LEAST, TRIED = 1e-3, 1e-7, (1.0, 5.0, 25.0)
+BARELY, LEAST = 1e-3, 1e-7
 """A flow below a fraction of the mean flow, or of the largest pixel, may be rounding, and does not
-tie the prices of its two ends. Multiples of that limit are tried in turn."""
+tie the prices of its two ends."""
 PASSES, STILL = 100, 1e-9
 """Largest number of passes over the prices of islands, and the tolerance at which they end."""
-MEET, FAR = 0.9 * DISTANCE_TOL, 0.1
-"""The bounds must meet within ``MEET`` of the distance; if they differ by ``FAR`` of it, the search
-ends. The upper bound is reported, so no point outside the ball is accepted."""
+MEET = 0.9 * DISTANCE_TOL
+"""The bounds must meet within ``MEET`` of the distance. The upper bound is reported, so no point
+outside the ball is accepted."""
 
 
 def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None:
@@ -81,15 +81,10 @@ def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None
     prices = np.zeros(len(a))
     prices[lost > 0], prices[lost < 0] = found.row_prices, -found.column_prices
     limit = max(BARELY * float(found.flow.sum()) / max(1, len(found.flow)), LEAST * float(a.max()))
-    for share in TRIED:
-        firm = found.flow > share * limit
-        island = _islands(len(a), source[firm], target[firm])
-        gap = upper - _lower_bound(between, lost, prices, island, missing)
-        if gap <= near:
-            return found._replace(cost=upper, missing=missing)
-        if gap > FAR * upper:
-            break
-    return None
+    firm = found.flow > limit
+    island = _islands(len(a), source[firm], target[firm])
+    gap = upper - _lower_bound(between, lost, prices, island, missing)
+    return found._replace(cost=upper, missing=missing) if gap <= near else None
 
 
 def _carry_leftovers(moves: ListedMoves, spare: Array, left: Array) -> tuple[float, Array, float]:

@@ -28,10 +28,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,13 +45,6 @@ LIMIT = 2**15
 
 COPIES = 6
 """Gains are in memory so often while they are computed, padded and read in float64."""
-
-DENSE = 0.2
-"""Share of numbers that are not 0 from which on a table of gains is multiplied as a whole."""
-
-MANY = 64
-"""Rows for which a table's numbers are listed; for an optimiser, which multiplies it again
-and again, always."""
 
 Moves = list[tuple[int, int, float]]
 
@@ -204,7 +196,7 @@ class UnitAnchor(Anchor):
         flat = torch.cat([part.flatten(1) for part in parts], 1)
         gains_of = flat.new_zeros((images, most, flat.shape[1]))
         gains_of[image[order], place] = flat[order]
-        self.gains, self.units = Tables(gains_of), units
+        self.gains, self.units = gains_of, units
         # Of the rows charged last: an optimiser repeats them.
         self._spread: tuple[Tensor, Spread] | None = None
         self.table = torch.arange(images, device=image.device)  # the row of each image in both
@@ -369,59 +361,6 @@ def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor
     return torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
 
 
-@dataclass
-class Tables:
-    """Gains ``values`` (tables, U, M), one table per image; few of them are not 0.
-
-    A unit of a first convolution gains from moves next to its window alone. On a CPU a product
-    reads only those, by lists that are made when they are needed first. And what an optimiser
-    sends back is nearly all zeros, because of all moves of a source only the best one counts.
-    """
-
-    values: Tensor
-    lists: dict[int, tuple[Tensor, Tensor, Tensor] | None] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    def times(self, table: int, weight: Tensor, again: bool = False) -> Tensor:
-        """Rows ``weight`` (n, U) times one table; ``again``: it will be multiplied many times."""
-        listed = (
-            self._listed(table, again or weight.shape[0] >= MANY)
-            if weight.device.type == "cpu"
-            else None
-        )
-        if listed is None:
-            return weight @ self.values[table].to(weight.dtype)
-        unit, start, value = listed
-        each = value.to(weight.dtype)
-        return F.embedding_bag(
-            unit, weight.T.contiguous(), start, mode="sum", per_sample_weights=each
-        ).T
-
-    def times_transposed(self, table: int, slope: Tensor) -> Tensor:
-        """Rows ``slope`` (n, M), most of whose columns are 0, times a transposed table."""
-        used = (slope != 0).any(0).nonzero()[:, 0]
-        return slope[:, used] @ self.values[table].index_select(1, used).to(slope.dtype).T
-
-    def _listed(self, table: int, pays: bool) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Units and values of what is not 0, column by column, and where columns start; ``None`` if
-        that is too much.
-
-        The numbers of a column are added in the order of units.
-        """
-        if table not in self.lists and pays:
-            values = self.values[table]
-            some = values != 0
-            if int(some.sum()) > DENSE * values.numel():
-                self.lists[table] = None
-            else:
-                column, unit = some.T.nonzero(as_tuple=True)
-                start = torch.searchsorted(column, torch.arange(values.shape[1]))
-                self.lists[table] = unit.int(), start.int(), values[unit, column]
-        return self.lists.get(table)
-
-
 class Spread:
     """Rows sorted into the tables they read, so that all of a table's rows meet it in one
     product.
@@ -441,45 +380,21 @@ class Spread:
         self.counts = count.tolist()
         self.most = max(self.counts)
 
-    def product(self, weight: Tensor, tables: Tables) -> Tensor:
-        """Every row of ``weight`` (N, U) times its table, ``(N, M)``."""
-        if not weight.shape[0]:
-            return weight @ weight.new_zeros(tables.values.shape[1:])
-        if weight.device.type == "cpu" and weight.requires_grad and torch.is_grad_enabled():
-            product: Tensor = _Product.apply(weight, tables, self)
-            return product
+    def product(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Every row of ``weight`` (N, U) times its table of ``values`` (tables, U, M), ``(N, M)``."""
+        dtype = weight.dtype
+        if self.alone or not weight.shape[0]:
+            return weight @ values[0].to(dtype)
         # Where few tables have most of the rows, padding would cost more than it saves.
-        if (
-            self.alone
-            or weight.device.type == "cpu"
-            or self.most * len(self.counts) > 2 * weight.shape[0]
-        ):
-            return self.each(weight, tables.times)
-        values = tables.values[self.tables.start : self.tables.stop]
-        spread = weight.new_zeros((values.shape[0], self.most, weight.shape[1]))
+        if weight.device.type == "cpu" or self.most * len(self.counts) > 2 * weight.shape[0]:
+            parts = zip(self.tables, weight[self.order].split(self.counts), strict=True)
+            found = [rows @ values[table].to(dtype) for table, rows in parts if len(rows)]
+            return torch.cat(found)[self.back]
+        some = values[self.tables.start : self.tables.stop].to(dtype)
+        spread = weight.new_zeros((some.shape[0], self.most, weight.shape[1]))
         spread = spread.index_put((self.there, self.place), weight[self.order])
-        product = spread @ values.to(weight.dtype)
+        product = spread @ some
         return product[self.there[self.back], self.place[self.back]]
-
-    def each(self, rows: Tensor, times: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The rows of every table through ``times(table, rows)``, in their own order again."""
-        if self.alone:
-            return times(0, rows)
-        parts = zip(self.tables, rows[self.order].split(self.counts), strict=True)
-        return torch.cat([times(table, part) for table, part in parts if len(part)])[self.back]
-
-
-class _Product(torch.autograd.Function):
-    """The product with a gradient in the rows that passes over zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tables: Tables, spread: Spread) -> Tensor:
-        ctx.tables, ctx.spread = tables, spread
-        return spread.each(weight, lambda table, rows: tables.times(table, rows, again=True))
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.spread.each(slopes[0], ctx.tables.times_transposed), None, None
 
 
 def ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,7 +60,6 @@ class Effort:
     method: Method
     plans: Plans
     steps: int
-    reg: float
     batch_size: int | None
     time_limit: float
 
@@ -70,7 +69,6 @@ class Effort:
         if self.plans not in ("full", "window"):
             raise ValueError(f'plans must be "full" or "window", got {self.plans!r}')
         inputs.check_count("steps", self.steps)
-        inputs.check_positive("reg", self.reg)
         inputs.check_positive("time_limit", self.time_limit)
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
@@ -141,7 +139,6 @@ def certify(
     plans: Plans = "full",
     *,
     steps: int = 30,
-    reg: float = 1000.0,
     batch_size: int | None = None,
     time_limit: float = 60.0,
 ) -> CertificateResult:
@@ -152,8 +149,7 @@ def certify(
     Methods, from loose to tight:
 
     - ``interval``: interval bounds of every pixel first, then CROWN; nearly always vacuous here;
-    - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate
-      Sinkhorn with ``reg``;
+    - ``dual``: the dual of Wong and Kolter with the ball's conjugate;
     - ``crown``: linear relaxation with adaptive slopes over the ball itself;
     - ``anchored``: for images that ``crown`` leaves open, bounds that are exact at the image and
       grow only with the mass that moves (:mod:`wball.certificates.anchor`), layer by layer;
@@ -176,14 +172,13 @@ def certify(
         ball: the threat model.
         plans: ``full`` plans, or only those inside the ball's window.
         steps: number of optimisation steps of ``alpha-crown``.
-        reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
         time_limit: seconds per image, on average over images bounded together. Images without an
             answer by then are ``UNKNOWN``. ``complete`` gives time that some images do not need to
             the others, those closest to certification first.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, reg, batch_size, time_limit)
+    effort = Effort(method, plans, steps, batch_size, time_limit)
     graph = trace(model, x)
     batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
     with trust.steady(model, batches):
@@ -285,7 +280,6 @@ def certified_radius(
     *,
     rounds: int = 9,
     steps: int = 30,
-    reg: float = 1000.0,
     batch_size: int | None = None,
     time_limit: float = 60.0,
 ) -> Tensor:
@@ -302,7 +296,7 @@ def certified_radius(
     The other arguments are those of :func:`certify`.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, reg, batch_size, time_limit)
+    effort = Effort(method, plans, steps, batch_size, time_limit)
     inputs.check_count("rounds", rounds)
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
     trial = torch.where(eps > 0, eps, 0.01).expand(x.shape[0]).clone()
@@ -411,7 +405,7 @@ class _Batch:
     def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
         budget = _numbers_at_once(self.x)
         if self.effort.method == "dual":
-            found = Relaxation(self.graph, source, "parallel", self.effort.reg, budget)
+            found = Relaxation(self.graph, source, "parallel", budget)
         else:
             centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
             found = Relaxation(self.graph, source, budget=budget, centre=centre)

@@ -71,8 +71,6 @@ class Relaxation:
         source: the input set of all images.
         lower: initial lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else the leak) or
             ``parallel`` (the upper line's slope, as in the dual of Wong and Kolter).
-        reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact
-            search.
         budget: how many numbers a chunk of rows may hold.
         centre: what each relaxed operation reads at the images themselves, in float64.
 
@@ -87,17 +85,10 @@ class Relaxation:
         graph: Graph,
         source: InputSet,
         lower: Lower = "adaptive",
-        reg: float = math.inf,
         budget: int = 2**22,
         centre: dict[int, Tensor] | None = None,
     ) -> None:
-        self.graph, self.source, self.kind, self.reg, self.budget = (
-            graph,
-            source,
-            lower,
-            reg,
-            budget,
-        )
+        self.graph, self.source, self.kind, self.budget = graph, source, lower, budget
         self.centre = centre
         self.condition: Condition | None = None
         self.deadline, self.limit = math.inf, LIMIT
@@ -192,7 +183,7 @@ class Relaxation:
             )
             size = size + more
         else:
-            largest = self.source.maximum(negated, charges, reg=self.reg, rounds=rounds)
+            largest = self.source.maximum(negated, charges, rounds=rounds)
         value = constant - largest - ROUNDING * (size + largest.abs())
         return Bound(value, at_input, charges, constant)
 

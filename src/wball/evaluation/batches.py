@@ -186,14 +186,6 @@ class Batches:
             raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
         return {name: as_pixels(values) for name, values in state.items()}, notes
 
-    def _finished(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A finished batch; computed again if its file was damaged in the meantime."""
-        try:
-            return self._read(number)
-        except ValueError:
-            self._compute(number, Bar())
-            return self._read(number)
-
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
         """A generator, and torch's global random state, seeded for this batch and stage."""
@@ -347,7 +339,7 @@ class Batches:
         findings: list[Finding] = []
         disagreements: list[int] = []
         for batch in range(self.count):
-            state, notes = self._finished(batch)
+            state, notes = self._read(batch)
             # Copies: a tensor that was read from a file keeps the whole file mapped.
             small = state.keys() - IMAGES
             columns.append({name: state[name].clone() for name in small})
@@ -379,7 +371,7 @@ class Batches:
         """
         changed = 0
         for batch in range(self.count):
-            before = self._finished(batch)[0]["logits"]
+            before = self._read(batch)[0]["logits"]
             after = self._clean_logits(batch, self.data[self._part(batch)])
             changed += int(answers_changed(before, after).sum())
         if not changed:
@@ -399,7 +391,7 @@ class Batches:
         found = [original[:0]]
         for batch in (index // self.size).unique().tolist():
             inside = index[index // self.size == batch] - batch * self.size
-            found.append(self._finished(batch)[0]["adversarial"][inside])
+            found.append(self._read(batch)[0]["adversarial"][inside])
         return original, torch.cat(found)
 
     def _kept(self, found: Tensor) -> Tensor:

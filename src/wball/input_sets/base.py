@@ -7,7 +7,6 @@ mass (:mod:`wball.input_sets.rows`).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -63,14 +62,12 @@ class InputSet(ABC):
         rows: Rows,
         charges: Charges | None = None,
         box: Tensor | None = None,
-        reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
         """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
 
-        Rows with ``charges`` must have been :meth:`patched`. ``box`` holds prices of the box; a
-        finite ``reg`` takes ``psi`` from the entropic plan instead of the best, which is searched
-        for in ``rounds``. Differentiable in coefficients, charges and prices: at the best ``psi``
+        Rows with ``charges`` must have been :meth:`patched`. ``box`` holds prices of the box; the
+        best ``psi`` is searched for in ``rounds``. Differentiable in coefficients, charges and prices: at the best ``psi``
         its own slope is 0 (envelope theorem).
         """
 

@@ -25,7 +25,6 @@ class IntervalSet(InputSet):
         rows: Rows,
         charges: Charges | None = None,
         box: Tensor | None = None,
-        reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
         if charges is not None:

@@ -57,15 +57,6 @@ class Rows:
         height, width = self.coeff.shape[-2:]
         return read_patches(layer, image, self.corner, (height, width))
 
-    def inside(self, shape: tuple[int, ...]) -> Tensor | None:
-        """``(N, 1, h, w)``, bool: which coefficients lie inside a map of that shape
-        (``None``: all).
-        """
-        if self.corner is None:
-            return None
-        height, width = self.coeff.shape[-2:]
-        return inside(self.corner, (height, width), shape)
-
     def dense(self, shape: tuple[int, ...]) -> Rows:
         """The same rows over the whole map."""
         if self.corner is None:
@@ -74,8 +65,7 @@ class Rows:
         count, channels, height, width = self.coeff.shape
         rows = top[:, None] + torch.arange(height, device=top.device)
         columns = left[:, None] + torch.arange(width, device=top.device)
-        keep = self.inside(shape)
-        assert keep is not None
+        keep = inside(self.corner, (height, width), shape)
         index = rows[:, :, None] * shape[2] + columns[:, None, :]
         nowhere = shape[1] * shape[2]
         index = torch.where(keep[:, 0], index, nowhere).flatten(1)[:, None].expand(-1, channels, -1)
@@ -110,25 +100,20 @@ def units(
     index: Tensor,
     sign: Tensor,
     like: Tensor,
-    dense: bool = False,
 ) -> Rows:
     """Rows that read ``sign[n]`` times unit ``index[n]`` (flat position in ``shape``) of a
     layer.
     """
     count = index.shape[0]
     if len(shape) != 3:
-        size = 1
-        for side in shape:
-            size *= side
-        coeff = torch.zeros((count, size), dtype=like.dtype, device=like.device)
+        coeff = torch.zeros((count, math.prod(shape)), dtype=like.dtype, device=like.device)
         coeff[torch.arange(count, device=index.device), index] = sign.to(like.dtype)
         return Rows(coeff.reshape(count, *shape), image)
     channels, height, width = shape
     channel, place = index // (height * width), index % (height * width)
     coeff = torch.zeros((count, channels, 1, 1), dtype=like.dtype, device=like.device)
     coeff[torch.arange(count, device=index.device), channel, 0, 0] = sign.to(like.dtype)
-    rows = Rows(coeff, image, (place // width, place % width))
-    return rows.dense(shape) if dense else rows
+    return Rows(coeff, image, (place // width, place % width))
 
 
 def trim(rows: Rows, shape: tuple[int, ...]) -> Rows:
@@ -138,9 +123,7 @@ def trim(rows: Rows, shape: tuple[int, ...]) -> Rows:
     height, width = rows.coeff.shape[-2:]
     if height * width >= 0.7 * shape[1] * shape[2]:
         return rows.dense(shape)
-    keep = rows.inside(shape)
-    assert keep is not None
-    return rows.like(rows.coeff * keep)
+    return rows.like(rows.coeff * inside(rows.corner, (height, width), shape))
 
 
 def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:

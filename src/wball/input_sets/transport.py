@@ -37,7 +37,7 @@ from wball.input_sets.detours import Detours, detours, tiers_from
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
-from wball.kernels.row_maximum.reference import entropic_psi, worth_of
+from wball.kernels.row_maximum.reference import worth_of
 
 LIST_ALL = 8192
 """Images with at most this many (pixel, move) pairs have every move listed: full plans are
@@ -223,11 +223,8 @@ class TransportSet(InputSet):
         rows: Rows,
         box: Tensor | None = None,
         charges: Charges | None = None,
-        reg: float = math.inf,
     ) -> Field:
-        """What every pixel with mass can do. Moves of equal cost merge: by their maximum, or
-        softly for ``reg``.
-        """
+        """What every pixel with mass can do. Moves of equal cost merge: the best one counts."""
         mass = self._mass(rows)
         dtype = rows.coeff.dtype
         if self.matrix is not None:
@@ -243,14 +240,14 @@ class TransportSet(InputSet):
         if charges is not None:
             worth = worth + charges.moves
         costs = list(self.rings)
-        levels = [_merged(worth[:, :, ring], reg) for ring in self.rings.values()]
+        levels = [worth[:, :, ring].amax(2) for ring in self.rings.values()]
         far, elsewhere, away = None, None, None
         if self.far is not None:
             ends, tiers = self._slice(padded, 0, 0), self.tiers
             if charges is not None and (longer := self.detours) is not None:
                 size = (ends.shape[2], ends.shape[3])
                 paid = longer.worth(charges.moves, self._targets(rows, box, 2), size, self.radius)
-                levels += [_merged(paid[:, :, ring], reg) for ring in longer.rings.values()]
+                levels += [paid[:, :, ring].amax(2) for ring in longer.rings.values()]
                 costs += list(longer.rings)
                 tiers = longer.tiers
             if charges is not None:
@@ -310,7 +307,6 @@ class TransportSet(InputSet):
         rows: Rows,
         charges: Charges | None = None,
         box: Tensor | None = None,
-        reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
         rows = rows if charges is not None else self.patched(rows)
@@ -319,10 +315,11 @@ class TransportSet(InputSet):
         if charges is not None:
             parts += [charges.moves, charges.out, charges.into]
         recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-        if reg < math.inf or recorded:
+        if recorded:
             field = self._field(rows, box, charges)
             with torch.no_grad():
-                psi = self._psi(rows, box, charges, field, reg, rounds).to(rows.coeff.dtype)
+                problem = self._problem(rows, box, charges, field)
+                psi = row_maximum(problem, rounds, self.kernel)[1].to(rows.coeff.dtype)
             value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
         else:
             value, _ = row_maximum(self._problem(rows, box, charges), rounds, self.kernel)
@@ -359,21 +356,6 @@ class TransportSet(InputSet):
             lambda: self._field(rows, box, charges) if field is None else field,
             box is None and charges is None,
         )
-
-    def _psi(
-        self,
-        rows: Rows,
-        box: Tensor | None,
-        charges: Charges | None,
-        field: Field,
-        reg: float,
-        rounds: int,
-    ) -> Tensor:
-        """The best price of the budget, or that of the entropic plan."""
-        if reg < math.inf:
-            soft = self._field(rows, box, charges, reg).single()
-            return entropic_psi(soft, self.budget[rows.image].float(), reg)
-        return row_maximum(self._problem(rows, box, charges, field), rounds, self.kernel)[1]
 
     def gains(self, rows: Rows, charges: Charges | None) -> Charges:
         """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source,
@@ -478,13 +460,6 @@ class TransportSet(InputSet):
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a copy to a GPU makes the host wait."""
     return torch.tensor(values, dtype=dtype, device=device)
-
-
-def _merged(worth: Tensor, reg: float) -> Tensor:
-    """The best of moves of equal cost, ``(N, C, k, S) -> (N, C, S)``: by their maximum, or
-    softly for ``reg``.
-    """
-    return worth.amax(2) if reg == math.inf else (reg * worth).logsumexp(2) / reg
 
 
 def _widen(maps: Tensor, reach: int) -> Tensor:

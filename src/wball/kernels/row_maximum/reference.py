@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.kernels.row_maximum import DOWN, NOWHERE, Field, RowProblem
+from wball.kernels.row_maximum import DOWN, Field, RowProblem
 
 
 @torch.no_grad()
@@ -93,21 +93,3 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
             over, (high, value_high, cost_high), (trial, value, cost)
         )
     return psi
-
-
-def entropic_psi(field: Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
-    r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi
-    C_ij))`` costs ``E``.
-    """
-    options = torch.cat([field.stay[:, :, None], field.worth], 2)
-    costs = torch.cat([torch.zeros_like(field.cost[:1]), field.cost])
-    low = torch.zeros_like(budget)
-    top = options.amax((1, 2, 3))
-    bottom = torch.where(field.stay > 0.5 * NOWHERE, field.stay, 0.0).amin((1, 2))
-    high = (top - bottom + 30.0 / reg).clamp(min=0) * 2
-    for _ in range(steps):
-        psi = 0.5 * (low + high)
-        weight = (reg * (options - psi.view(-1, 1, 1, 1) * costs)).softmax(2)
-        over = (field.mass * (weight * costs).sum(2)).sum((1, 2)) > budget
-        low, high = torch.where(over, psi, low), torch.where(over, high, psi)
-    return high
