@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def info() -> dict[str, Any]:
         "devices": _devices(),
         "requested": os.environ.get("WBALL_KERNEL", "auto"),
         "kernels": {name: _kernel(name) for name in dispatch.KERNELS},
-        "automatic": {device: _automatic(device) for device in ("cpu", "cuda")},
+        "automatic": _automatic(),
     }
 
 
@@ -50,23 +51,23 @@ def _devices() -> list[str]:
 
 def _kernel(name: str) -> dict[str, str | None]:
     """Why the kernel cannot serve float32 images on each kind of device; ``None`` if it can."""
-    reasons: dict[str, str | None] = {}
-    for device in ("cpu", "cuda"):
-        if device == "cuda" and not torch.cuda.is_available():
-            reasons[device] = "torch finds no CUDA device"
-            continue
+    reasons: dict[str, str | None] = {"cuda": "torch finds no CUDA device"}
+    for device in _available():
         reasons[device] = dispatch.why_not("entropic_plan", name, *_probe(device))
     return reasons
 
 
-def _automatic(device: str) -> str | None:
-    """The kernel that is chosen, given ``WBALL_KERNEL``; ``None`` if there is none."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return None
-    try:
-        return dispatch.choose("entropic_plan", *_probe(device))
-    except dispatch.KernelError:
-        return None
+def _automatic() -> dict[str, str]:
+    """The kernel that is chosen on each device, given ``WBALL_KERNEL``."""
+    chosen = {}
+    for device in _available():
+        with suppress(dispatch.KernelError):
+            chosen[device] = dispatch.choose("entropic_plan", *_probe(device))
+    return chosen
+
+
+def _available() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _probe(device: str) -> tuple[torch.Tensor, Moves]:
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report, indent=2))
     else:
         _print(report)
-    return 0 if any(report["automatic"].values()) else 1
+    return 0 if report["automatic"] else 1
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ def _print(report: dict[str, Any]) -> None:
     print(f"kernels (WBALL_KERNEL={report['requested']}):")
     for name, reasons in report["kernels"].items():
         for device, reason in reasons.items():
-            chosen = ", chosen" if report["automatic"][device] == name else ""
+            chosen = ", chosen" if report["automatic"].get(device) == name else ""
             print(
                 f"  {name:7} on {device:5} {'yes' + chosen if reason is None else 'no: ' + reason}"
             )

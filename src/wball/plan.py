@@ -60,10 +60,6 @@ class StoredPlan(ABC):
         """Cost after opposite moves cancel (:meth:`Plan.cancelled`), per image."""
         return self.written().cancelled().cost()
 
-    def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
-        """A plan near this one that is feasible to the last bit; see :meth:`Plan.repair`."""
-        return self.written().repair(budget, box)
-
     def take(self: AnyPlan, index: Tensor) -> AnyPlan:
         """The plans of a subset of the images (``index``: positions or a mask)."""
         return self.with_tensors([tensor[index] for tensor in self.tensors()])
