@@ -23,6 +23,7 @@ from wball import (
     LinfBall,
     ScoreSearch,
     StandardAttack,
+    audit,
 )
 from wball.attacks import Attack, AttackStatus
 from wball.attacks.objectives import RunnerUp
@@ -32,7 +33,6 @@ from wball.ball import WassersteinBall
 from wball.kernels import dispatch
 from wball.result import Duals, ProjectionResult
 
-Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
 BALL = WassersteinBall(0.3)
 
 ATTACKS: dict[str, Attack] = {
@@ -71,9 +71,7 @@ def assert_same(a: AttackResult, b: AttackResult, tol: float = 1e-5) -> None:
 
 
 @every_attack
-def test_result(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
-) -> None:
+def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = ATTACKS[name]
     images, labels, keep = chosen(name, images, labels)
     wrong, black = keep.index(WRONG), keep.index(BLACK)
@@ -83,7 +81,7 @@ def test_result(
     )
     assert_same(result, again, tol=0)
     assert torch.equal(images, before)
-    check_valid(attack.ball, images, result.images)
+    assert audit(attack.ball, images, result.images).all_valid
     with torch.no_grad():
         top = net(result.images).argmax(1)
     assert torch.equal(top != labels, result.success)
@@ -113,15 +111,13 @@ def test_result(
 
 
 @every_attack
-def test_targeted(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
-) -> None:
+def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = ATTACKS[name]
     images, labels, _ = chosen(name, images, labels)
     with torch.no_grad():
         target = net(images).topk(2, 1).indices[:, 1]
     result = attack(net, images, labels, target=target)
-    check_valid(attack.ball, images, result.images)
+    assert audit(attack.ball, images, result.images).all_valid
     with torch.no_grad():
         assert torch.equal(net(result.images).argmax(1) == target, result.success)
     assert result.success.any()
@@ -200,14 +196,12 @@ def test_radius_zero_returns_the_clean_images(
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe"])
-def test_one_radius_per_image(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
-) -> None:
+def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     images, labels, keep = chosen(name, images, labels)
     eps = torch.linspace(0, 0.5, len(keep), dtype=torch.float64)
     attack = replace(ATTACKS[name].at(eps), batch_size=3)
     result = attack(net, images, labels)
-    check_valid(BALL.at(eps), images, result.images)
+    assert audit(BALL.at(eps), images, result.images).all_valid
     assert (result.distance <= eps * (1 + 1e-6)).all()
     assert torch.equal(result.radius[result.distance > 0], eps[result.distance > 0])
 
@@ -241,7 +235,7 @@ def test_frank_wolfe_climbs_as_far_as_with_exact_corners(
     assert float(found.distance.max()) <= float(BALL.eps) * (1 + 1e-6)
 
 
-def test_histograms_with_a_matrix_cost(check_valid: Valid) -> None:
+def test_histograms_with_a_matrix_cost() -> None:
     torch.manual_seed(0)
     line = (torch.arange(12.0)[:, None] - torch.arange(12.0)[None, :]).abs()
     ball = WassersteinBall(0.4, DenseCost(line), box=None)
@@ -249,7 +243,7 @@ def test_histograms_with_a_matrix_cost(check_valid: Valid) -> None:
     y = model(x).argmax(1)
     for attack in (DualAveraging(ball, steps=15), FrankWolfe(ball, steps=5)):
         result = attack(model, x, y)
-        check_valid(ball, x, result.images)
+        assert audit(ball, x, result.images).all_valid
         assert result.success.any()
 
 
@@ -263,12 +257,12 @@ def test_histograms_with_a_matrix_cost(check_valid: Valid) -> None:
         WassersteinBall(0.4, GridCost(15)),
     ],
 )
-def test_other_balls(ball: WassersteinBall, check_valid: Valid) -> None:
+def test_other_balls(ball: WassersteinBall) -> None:
     torch.manual_seed(0)
     x = torch.rand(5, 3, 6, 7).clamp(*(ball.box or (0, 1)))
     model = nn.Sequential(nn.Flatten(), nn.Linear(126, 4))
     result = DualAveraging(ball, steps=10)(model, x, model(x).argmax(1))
-    check_valid(ball, x, result.images)
+    assert audit(ball, x, result.images).all_valid
     assert result.success.any()
 
 
@@ -383,7 +377,6 @@ def test_model_and_images_may_differ_in_precision(
     net: nn.Module,
     images: Tensor,
     labels: Tensor,
-    check_valid: Valid,
 ) -> None:
     net, images = net.to(dtype), images.to(given)
     result = ATTACKS["dual averaging"](net, images, labels)
@@ -391,7 +384,7 @@ def test_model_and_images_may_differ_in_precision(
     assert result.status[0] is AttackStatus.FOUND
     with torch.no_grad():
         assert torch.equal(net(result.images.to(dtype)).argmax(1) != labels, result.success)
-    check_valid(BALL, images.to(returned), result.images)
+    assert audit(BALL, images.to(returned), result.images).all_valid
 
 
 def test_a_model_without_a_graph_has_no_gradient(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,13 @@ from wball import (
     LinfBall,
     StandardAttack,
     WassersteinBall,
+    audit,
     minimal_radius,
 )
 from wball.attacks import GrowingRadius
 from wball.attacks.standard import MEMBERS
 
 BALL = WassersteinBall(0.3)
-Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
 
 
 def test_growing_radius_schedule() -> None:
@@ -75,7 +74,7 @@ def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor
 
 
 def test_minimal_radius_is_proved_and_consistent(
-    net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+    net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
     attack = DualAveraging(BALL, steps=15)
     found = minimal_radius(net, images, labels, attack, hi=0.5, rounds=4)
@@ -84,7 +83,7 @@ def test_minimal_radius_is_proved_and_consistent(
     assert torch.equal(wrong, found.success) and torch.equal(found.success, found.radius.isfinite())
     assert found.radius[5] == 0 and torch.equal(found.images[5], images[5])
     assert (found.failed <= found.radius).all() and found.success.sum() > 3
-    check_valid(BALL.at(found.radius.clamp(max=0.5)), images, found.images)
+    assert audit(BALL.at(found.radius.clamp(max=0.5)), images, found.images).all_valid
     # at the radius found the attack's ball holds an example; the curve cannot be above one run at a fixed radius
     for eps in (0.1, 0.5):
         assert found.accuracy_at(eps) <= attack.at(eps)(net, images, labels).robust_accuracy + 0.11
@@ -159,12 +158,12 @@ def test_minimal_radius_errors(net: nn.Module, images: Tensor, labels: Tensor) -
 
 @pytest.mark.parametrize("version", ["fast", pytest.param("standard", marks=pytest.mark.slow)])
 def test_standard_breaks_what_its_members_break(
-    version: Any, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+    version: Any, net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
     ball = BALL.at(0.06)
     attack = StandardAttack(ball, version=version, batch_size=4)
     result = attack(net, images, labels)
-    check_valid(ball, images, result.images)
+    assert audit(ball, images, result.images).all_valid
     members = attack.members(classes=5)
     assert result.member is not None
     alone = members[0](net, images, labels)
