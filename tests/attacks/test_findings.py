@@ -16,30 +16,26 @@ def test_every_code_says_what_was_seen_and_what_to_do(code: str) -> None:
 
 def test_findings_of_batches_add_up() -> None:
     parts = [
-        Finding("train-mode", 1, 1),
+        Finding("probabilities", 1, 1),
         Finding("black-box-stronger", 1, 64),
         Finding("black-box-stronger", 9, 64),
     ]
-    assert merged(parts) == (Finding("black-box-stronger", 10, 128), Finding("train-mode", 1, 1))
+    assert merged(parts) == (Finding("black-box-stronger", 10, 128), Finding("probabilities", 1, 1))
     assert not reliable(merged(parts))
 
 
 @pytest.mark.parametrize(
     ("code", "images", "of", "serious"),
     [
-        ("full-ball-survivors", 1, 9, False),  # a public network that hides nothing
         ("full-ball-survivors", 1, 1, False),
         ("full-ball-survivors", 2, 9, True),
         ("full-ball-survivors", 2, 16, False),
-        ("full-ball-survivors", 3, 16, True),
-        ("loss-still-rising", 1, 200, False),
         ("loss-still-rising", 1, 1, False),
         ("loss-still-rising", 2, 20, True),
-        ("loss-still-rising", 11, 200, True),
         ("masked-gradients", 1, 1000, True),
         ("black-box-stronger", 2, 100, False),
         ("black-box-stronger", 3, 100, True),
-        ("train-mode", 1, 1, False),
+        ("probabilities", 1, 1, False),
     ],
 )
 def test_single_images_and_notes_do_not_make_a_result_unreliable(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -22,17 +24,11 @@ T = torch.tensor([1, 2, 3, 4, 0, 2])
 def test_cross_entropy_is_an_increasing_function_of_the_usual_one(logits: torch.Tensor) -> None:
     usual = F.cross_entropy(logits, Y, reduction="none")
     score = objectives.cross_entropy(logits, Y)
-    torch.testing.assert_close(
-        objectives.report(objectives.cross_entropy, score, targeted=False), usual
-    )
+    report = partial(objectives.report, objectives.cross_entropy)
+    torch.testing.assert_close(report(score, targeted=False), usual)
     towards = objectives.cross_entropy(logits, Y, T)
     usual = -F.cross_entropy(logits, T, reduction="none")
-    torch.testing.assert_close(
-        objectives.report(objectives.cross_entropy, towards, targeted=True), usual
-    )
-
-
-def test_cross_entropy_has_the_direction_of_the_usual_gradient(logits: torch.Tensor) -> None:
+    torch.testing.assert_close(report(towards, targeted=True), usual)
     free = logits.clone().requires_grad_(True)
     (ours,) = torch.autograd.grad(objectives.cross_entropy(free, Y).sum(), free)
     (usual,) = torch.autograd.grad(F.cross_entropy(free, Y, reduction="sum"), free)
@@ -45,13 +41,12 @@ def test_margin_is_positive_exactly_on_success(logits: torch.Tensor) -> None:
     assert torch.equal(objectives.dlr(logits, Y) > 0, logits.argmax(1) != Y)
 
 
-def test_dlr_does_not_depend_on_scale_or_shift(logits: torch.Tensor) -> None:
+def test_dlr_does_not_depend_on_scale_or_shift_and_is_the_margin_of_two_classes(
+    logits: torch.Tensor,
+) -> None:
     for target in (None, T):
         plain, moved = objectives.dlr(logits, Y, target), objectives.dlr(7 * logits + 3, Y, target)
         torch.testing.assert_close(plain, moved)
-
-
-def test_dlr_with_two_classes_is_the_margin(logits: torch.Tensor) -> None:
     two, y = logits[:, :2], Y.clamp(max=1)
     torch.testing.assert_close(objectives.dlr(two, y), objectives.margin(two, y))
 

@@ -105,9 +105,7 @@ class Attack(ABC):
             value = getattr(self, item.name)
             if item.name in ("ball", "progress", "check", "proofs", "view"):
                 continue
-            if isinstance(value, Attack):
-                value = value.describe()
-            elif is_dataclass(value) and not isinstance(value, type):
+            if is_dataclass(value) and not isinstance(value, type):
                 value = {"name": type(value).__name__, **asdict(value)}
             elif not isinstance(value, (str, int, float, bool, type(None))):
                 value = getattr(value, "__qualname__", repr(value))

@@ -78,11 +78,6 @@ CODES: dict[str, Code] = {
         "return logits: float32 probabilities round to 0 and 1",
         tolerated=None,
     ),
-    "train-mode": Code(
-        "a module is in training mode; the attack evaluates the model in evaluation mode",
-        "call model.eval() to say so",
-        tolerated=None,
-    ),
 }
 """Every code. They are stable: scripts may test for them."""
 
