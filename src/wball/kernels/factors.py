@@ -9,6 +9,7 @@ The repair is that of :func:`wball.kernels.plan_rows.into_box`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from wball.kernels.compiled import compiled
@@ -77,6 +78,13 @@ def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[
                 o[i] += w0 * a0[i] + w1 * a1[i] + w2 * a2[i] + w3 * a3[i]
     for i in range(n if first >= last else 0):
         o[i] = 0.0
+
+
+@compiled(inner=True)
+def weights(fee, psi, out):  # type: ignore[no-untyped-def]
+    """``w_k``; 0 for the moves that fill up a ring."""
+    for k in range(fee.size):
+        out[k] = math.exp(-psi * fee[k]) if fee[k] < math.inf else 0.0
 
 
 @compiled(inner=True, fastmath=EXACT)

@@ -32,15 +32,17 @@ from wball.kernels.entropic_plan import (
 from wball.kernels.factors import (
     EXACT,
     SUMS,
+    TINY,
     Box,
     Factors,
     Flat,
     correlate,
     receive,
     repair,
+    weights,
 )
 from wball.kernels.layout import PART, mass_box, stencil_of
-from wball.kernels.price import narrowed, smooth_step
+from wball.kernels.price import PlanLines, solve_price
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _BEFORE = range(13)
@@ -55,7 +57,6 @@ class _Settings(NamedTuple):
     box: Box
     sweeps: int
     newton: int
-    cost_tol: float
     momentum: float
 
 
@@ -88,7 +89,6 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         Box(lo, hi, slack),
         request.sweeps if box is not None else 0,
         request.newton,
-        COST_TOL,
         float(request.momentum),
     )
     start, q = request.start()
@@ -118,13 +118,6 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 # The functions below work on the flat image between ``pad`` and ``pad + n``.
 
 
-@compiled(inner=True)
-def _weights(fee, psi, out):  # type: ignore[no-untyped-def]
-    """``w_k``; 0 for the moves that fill up a ring."""
-    for k in range(fee.size):
-        out[k] = math.exp(-psi * fee[k]) if fee[k] < math.inf else 0.0
-
-
 @compiled(inner=True, fastmath=SUMS)
 def _rings(work, flat, ring, ones):  # type: ignore[no-untyped-def]
     """Per distinct cost, the sum of ``E`` over the moves of that cost."""
@@ -135,46 +128,10 @@ def _rings(work, flat, ring, ones):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _moments(work, pad, n, psi, ring_cost):  # type: ignore[no-untyped-def]
-    """Cost of the plan at ``psi`` and minus its derivative; rows' normalisers go to ``_NORM``."""
-    x, norm = work[_X, pad : pad + n], work[_NORM, pad : pad + n]
-    first, second = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
-    for i in range(n):
-        norm[i] = first[i] = second[i] = 0.0
-    for d in range(ring_cost.size):
-        ring, c = work[_RINGS + d, pad : pad + n], ring_cost[d]
-        w = math.exp(-psi * c)
-        for i in range(n):
-            t = w * ring[i]
-            norm[i] += t
-            first[i] += c * t
-            second[i] += c * c * t
-    cost, slope = 0.0, 0.0
-    for i in range(n):
-        scale = 1.0 / max(norm[i], 1e-300)
-        mean = first[i] * scale
-        cost += x[i] * mean
-        slope += x[i] * max(second[i] * scale - mean * mean, 0.0)
-    return cost, slope
-
-
-@compiled(inner=True)
-def _solve_psi(work, pad, n, psi, budget, ring_cost, settings):  # type: ignore[no-untyped-def]
-    """The root of ``cost(psi) = budget`` by Newton's method on the logarithm of the cost, kept in a
-    bracket. Sets ``A``."""
-    low, high, tolerance = -1.0, math.inf, settings.cost_tol
-    target = budget * (1 - tolerance / 2)
-    for attempt in range(settings.newton + 1):
-        cost, slope = _moments(work, pad, n, psi, ring_cost)
-        found = cost <= budget and (cost >= budget * (1 - tolerance) or psi == 0.0)
-        if found or attempt == settings.newton:
-            break
-        low, high = narrowed(psi, cost, budget, low, high)
-        psi = smooth_step(psi, cost, slope, target, low, high)
-    x, norm, a = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_A, pad : pad + n]
-    for i in range(n):
-        a[i] = x[i] / max(norm[i], 1e-300)
-    return psi
+def _normalise(lines, a):  # type: ignore[no-untyped-def]
+    """``A`` from the rows' normalisers."""
+    for i in range(a.size):
+        a[i] = lines.x[i] / max(lines.norm[i], TINY)
 
 
 @compiled(inner=True, fastmath=EXACT)
@@ -243,7 +200,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
     _, channels, full_height, full_width = x.shape
     weight, ones = np.empty(fee.size), np.empty(fee.size)
-    _weights(fee, 0.0, ones)
+    weights(fee, 0.0, ones)
     for m in range(x.shape[0]):
         top, bottom, left, right = mass_box(x[m])
         moving = bottom > 0 and budget[m] > 0.0
@@ -288,15 +245,22 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
             work[_X], work[_A], work[_E], work[_KEEP], work[_GIVE], work[_SENT], work[_RECEIVED],
             work[_FIRST], work[_SECOND], work[_TMP],
         )  # fmt: skip
+        lines = PlanLines(
+            work[_X, pad : pad + n], work, _RINGS, pad, work[_NORM, pad : pad + n],
+            work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n],
+        )  # fmt: skip
         for sweep in range(sweeps + 1):
             if sweep > 0:
-                _weights(fee, psi, weight)
+                weights(fee, psi, weight)
                 receive(factors, flat, weight, ring[0])
                 momentum = settings.momentum if sweep < sweeps else 0.0
                 _shift_potentials(work, pad, n, lo, hi, momentum)
             _rings(work, flat, ring, ones)
-            psi = _solve_psi(work, pad, n, psi, budget[m], moves.ring_cost, settings)
-        _weights(fee, psi, weight)
+            psi, _ = solve_price(
+                lines, psi, budget[m], moves.ring_cost, settings.newton, COST_TOL, math.inf
+            )
+            _normalise(lines, work[_A, pad : pad + n])
+        weights(fee, psi, weight)
         repair(factors, flat, weight, settings.box)
         answer.cost[m], answer.net[m] = _costs(work, flat, moves.fee_back, psi)
         answer.psi[m] = psi

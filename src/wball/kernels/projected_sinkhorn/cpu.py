@@ -19,8 +19,9 @@ import torch
 
 from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
-from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, correlate, repair
+from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, correlate, repair, weights
 from wball.kernels.layout import PART, mass_box, stencil_of
+from wball.kernels.price import PlanLines, solve_price
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
     EXACT_SLACK,
@@ -49,7 +50,9 @@ from wball.kernels.projected_sinkhorn.sweeps import (
     INVERSE,
     KEEP,
     MASS,
+    NORM,
     RECEIVED,
+    RINGS,
     SCRATCH,
     SENT,
     SPARE,
@@ -112,7 +115,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     plan = np.ones((shape[0], 2, *shape[1:])) if factors else np.empty((shape[0], 2, 0, 0, 0))
 
     def work(start: int, stop: int) -> None:
-        scratch = np.zeros((sweeps.rows(stencil.rings), stencil.length(shape)))
+        scratch = np.zeros((sweeps.RINGS + stencil.rings, stencil.length(shape)))
         past = np.zeros((memory.ROWS, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
@@ -286,7 +289,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         work[SENT], work[RECEIVED], work[SCRATCH], work[SPARE], work[TMP],
     )  # fmt: skip
     sizes = np.zeros(MEMORY)
-    weight, ones = np.empty(fee.size), np.where(fee < math.inf, 1.0, 0.0)
+    weight, ones = np.empty(fee.size), np.empty(fee.size)
+    weights(fee, 0.0, ones)
     fees = np.where(fee < math.inf, fee, 0.0)
     least = math.log(lo) if lo > 0.0 else -math.inf
     for m in range(x.shape[0]):
@@ -312,6 +316,10 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         shift, count = rows * width + columns, reached.size
         flat = Flat(pad, n, shift, -shift, fee, ring[1])
         beyond = max(at_centre - _away(flat_x, flat_w, spots), 0.0)  # no mass gets there
+        lines = PlanLines(
+            work[MASS, : lit.size], work, RINGS, 0,
+            work[NORM, : lit.size], work[SCRATCH, : lit.size], work[SPARE, : lit.size],
+        )  # fmt: skip
         price, log_heat = psi[m] / heat, math.log(heat)
         target, offers, size, scale = (FIRST - MARGIN) * tol, 0, at_centre, 1.0
         steps, log_sums, held, lowest, bold = 0, 0.0, 0, math.inf, 1.0
@@ -321,14 +329,11 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             sweeps.exponentials(work, middle, reached)
             sweeps.rings(work, pad, n, shift, ones, ring, lit)
             miss = PSI_TOL * target * size / heat
-            price, cost = sweeps.solve_price(
-                work, lit.size, price, budget[m], ring_cost, 2 if steps > 0 else 12, miss
+            price, cost = solve_price(
+                lines, price, budget[m], ring_cost, 2 if steps > 0 else 12, PSI_TOL, miss
             )
-            sweeps.normalise(work, price, ring_cost, lit)
-            for d in range(ring_cost.size):
-                _, factor = sweeps.ring(ring_cost, d, price)
-                for k in range(ring[d], ring[d + 1]):
-                    weight[k] = factor * ones[k]
+            sweeps.normalise(work, lit)
+            weights(fee, price, weight)
             correlate(work[ARRIVING], work[A], pad, n, flat.back, weight, ring[0], ring[-1])
             sweeps.arrive(work, reached)
             # Columns.

@@ -25,22 +25,13 @@ import math
 from wball.kernels.compiled import compiled, exp, log
 from wball.kernels.factors import SUMS, TINY, correlate
 from wball.kernels.plan_rows import SPREAD
-from wball.kernels.price import narrowed, smooth_step
-from wball.kernels.projected_sinkhorn import FAR, PSI_TOL
+from wball.kernels.projected_sinkhorn import FAR
 
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
 # Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
 GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN, BEST = range(9, 19)
 MASS, NORM, SCRATCH, SPARE, RINGS = range(19, 24)
-
-FUSED = 5
-"""Rings per pass, beside the first ring."""
-
-
-def rows(n_rings: int) -> int:
-    """Rows of the working memory of a window with this number of rings."""
-    return RINGS + 1 + FUSED * -(-n_rings // FUSED)
 
 
 @compiled(inner=True, fastmath=SUMS)
@@ -82,60 +73,10 @@ def rings(work, pad, n, shift, ones, ring, lit):  # type: ignore[no-untyped-def]
             out[t] = source[lit[t]]
 
 
-@compiled(inner=True)
-def ring(ring_cost, d, price):  # type: ignore[no-untyped-def]
-    """Cost and weight of ring ``d``, nothing if there is none."""
-    return (ring_cost[d], math.exp(-price * ring_cost[d])) if d < ring_cost.size else (0.0, 0.0)
-
-
 @compiled(inner=True, fastmath=SUMS)
-def _moments(work, count, price, ring_cost):  # type: ignore[no-untyped-def]
-    """Cost of the plan at ``price`` and minus its derivative."""
-    x, e = work[MASS, :count], work[RINGS, :count]
-    norm, first, second = work[NORM, :count], work[SCRATCH, :count], work[SPARE, :count]
-    for i in range(count):
-        norm[i] = e[i]
-        first[i] = second[i] = 0.0
-    for d in range(1, ring_cost.size, FUSED):
-        (c0, t0), (c1, t1) = ring(ring_cost, d, price), ring(ring_cost, d + 1, price)
-        (c2, t2), (c3, t3) = ring(ring_cost, d + 2, price), ring(ring_cost, d + 3, price)
-        c4, t4 = ring(ring_cost, d + 4, price)
-        r0, r1, r2 = (
-            work[RINGS + d, :count],
-            work[RINGS + d + 1, :count],
-            work[RINGS + d + 2, :count],
-        )
-        r3, r4 = work[RINGS + d + 3, :count], work[RINGS + d + 4, :count]
-        for i in range(count):
-            b0, b1, b2, b3, b4 = t0 * r0[i], t1 * r1[i], t2 * r2[i], t3 * r3[i], t4 * r4[i]
-            norm[i] += b0 + b1 + b2 + (b3 + b4)
-            b0, b1, b2, b3, b4 = c0 * b0, c1 * b1, c2 * b2, c3 * b3, c4 * b4
-            first[i] += b0 + b1 + b2 + (b3 + b4)
-            second[i] += c0 * b0 + c1 * b1 + c2 * b2 + (c3 * b3 + c4 * b4)
-    cost, slope = 0.0, 0.0
-    for i in range(count):
-        scale = 1.0 / norm[i]
-        mean = first[i] * scale
-        cost += x[i] * mean
-        slope += x[i] * (second[i] * scale - mean * mean)
-    return cost, slope
-
-
-@compiled(inner=True, fastmath=SUMS)
-def normalise(work, price, ring_cost, lit):  # type: ignore[no-untyped-def]
-    """The rows' normalisers in ``NORM``, and ``A``."""
-    x, norm, e, share = (
-        work[MASS, : lit.size],
-        work[NORM, : lit.size],
-        work[RINGS, : lit.size],
-        work[SCRATCH, : lit.size],
-    )
-    for i in range(lit.size):
-        norm[i] = e[i]
-    for d in range(1, ring_cost.size):
-        r, weight = work[RINGS + d, : lit.size], math.exp(-price * ring_cost[d])
-        for i in range(lit.size):
-            norm[i] += weight * r[i]
+def normalise(work, lit):  # type: ignore[no-untyped-def]
+    """``A`` from the rows' normalisers."""
+    x, norm, share = work[MASS, : lit.size], work[NORM, : lit.size], work[SCRATCH, : lit.size]
     for i in range(lit.size):
         share[i] = x[i] / norm[i]
     for i in range(lit.size):
@@ -150,28 +91,6 @@ def log_sums(work, count):  # type: ignore[no-untyped-def]
     for i in range(count):
         total += x[i] * log(norm[i])
     return total
-
-
-@compiled(inner=True)
-def solve_price(work, count, price, budget, ring_cost, newton, miss):  # type: ignore[no-untyped-def]
-    """The root of ``cost(price) = budget``: Newton on the logarithm of the cost, kept in a bracket.
-
-    The budget left may be worth ``miss``, and may be a share ``PSI_TOL`` of the budget.
-    """
-    low, high = -1.0, math.inf
-    for attempt in range(newton + 1):
-        cost, slope = _moments(work, count, price, ring_cost)
-        tolerance = min(max(miss / max(price * budget, TINY), 4e-15), PSI_TOL)
-        if (
-            attempt == newton
-            or cost <= budget
-            and (cost >= budget * (1 - tolerance) or price == 0.0)
-        ):
-            break
-        target = budget * (1 - tolerance / 2)
-        low, high = narrowed(price, cost, budget, low, high)
-        price = smooth_step(price, cost, slope, target, low, high)
-    return price, cost
 
 
 @compiled(inner=True)
