@@ -58,11 +58,7 @@ def evaluated(
             "seed": shop.settings.seed,
             "name": subject.name,
         }
-        try:
-            result = evaluate(subject.model, x, y, ball, radii, attack, **options)
-        except ValueError as error:  # perhaps a damaged file
-            shop.say(f"measured again: {error}")
-            result = evaluate(subject.model, x, y, ball, radii, attack, overwrite=True, **options)
+        result = evaluate(subject.model, x, y, ball, radii, attack, **options)
     shop.say(_told(subject, curve(result), notes["seconds"]))
     return result, float(notes["seconds"])
 
@@ -106,7 +102,7 @@ def under_paper_attack(
                 return _broken_at(subject.model, attack, here, labels, shop.settings.seed)
 
             path = folder / f"batch-{k:05d}.safetensors"
-            parts.append(shop.once(path, ("radius", "mass_error"), measured))
+            parts.append(shop.once(path, measured))
     radius, off = (
         torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error")
     )
@@ -156,7 +152,7 @@ def certified(
 
     From small to large: balls are nested, so what is not certified in one is not in the next.
     """
-    depends = [subject.sha256, shop.fingerprint(x, y), method, sorted(radii), x.device.type]
+    depends = [subject.sha256, provenance.fingerprint(x, y), method, sorted(radii), x.device.type]
     radius, spent = torch.zeros(len(x), dtype=torch.float64), 0.0
     with shop.part(f"{subject.name}.{method}", depends) as folder:
         index = torch.arange(len(x))
@@ -172,9 +168,7 @@ def certified(
                 )
                 return {"index": index, "certified": holds}
 
-            part, seconds = shop.once(
-                folder / f"{eps:g}.safetensors", ("index", "certified"), proved
-            )
+            part, seconds = shop.once(folder / f"{eps:g}.safetensors", proved)
             index, spent = part["index"][part["certified"]], spent + seconds
             radius[index] = eps
     shop.say(
@@ -208,7 +202,7 @@ def smoothed(
 
     depends = [
         subject.sha256,
-        shop.fingerprint(x, y),
+        provenance.fingerprint(x, y),
         scale,
         samples,
         select,
@@ -216,7 +210,7 @@ def smoothed(
         shop.settings.seed,
     ]
     with shop.part(f"{subject.name}.smoothing", depends) as folder:
-        part, seconds = shop.once(folder / "part.safetensors", ("probability", "radius"), votes)
+        part, seconds = shop.once(folder / "part.safetensors", votes)
     shop.spent += seconds
     shop.say(
         f"{subject.name}, flow smoothing of scale {scale:g}: votes on {len(x)} images ({seconds:.1f} s)"
@@ -246,7 +240,7 @@ def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Att
     """Everything that a measurement depends on."""
     return [
         subject.sha256,
-        shop.fingerprint(x, y),
+        provenance.fingerprint(x, y),
         describe(attack),
         shop.settings.seed,
         x.device.type,

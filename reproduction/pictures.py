@@ -436,7 +436,7 @@ def _measure_grid(shop: Workshop) -> Data:
                     folder / "part.safetensors",
                     partial(_radii_and_images, subject, attack, x, y),
                 )
-                stored, seconds = shop.once(path, ("radius", "images"), make)
+                stored, seconds = shop.once(path, make)
             shop.spent += seconds
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})

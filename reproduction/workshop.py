@@ -1,8 +1,8 @@
-"""What every recipe works with: data, models, a device, and a folder in which finished parts are kept.
+"""Data, models, device and folder of recipes.
 
-A part is a file that appears whole or not at all, named after everything that its content depends on. A recipe that was
-interrupted finds its finished parts and resumes; recipes that need the same part share it, also across processes: the
-second waits for the first.
+A part is a file that is written atomically and named after everything that its content depends on. An interrupted
+recipe resumes from its finished parts. Recipes that need the same part share it, also across processes: the second
+waits for the first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,10 +155,6 @@ class Workshop:
             )
         return load_dataset(dataset, self.settings.data, split, device=self.device)
 
-    def fingerprint(self, x: Tensor, y: Tensor) -> str:
-        """Identify images and labels."""
-        return provenance.fingerprint(x, y)
-
     # ---- models
 
     def subject(self, name: str) -> Subject:
@@ -252,11 +248,7 @@ class Workshop:
     def noted(self, folder: Path) -> Iterator[dict[str, Any]]:
         """Seconds and commits of a part that keeps files of its own; a finished one is only read."""
         path, clock = folder / "notes.json", Clock(self.device)
-        try:
-            notes = read_json(path) if path.is_file() else {}
-        except ValueError as error:
-            self.say(f"measured again: {error}")
-            notes = {}
+        notes = read_json(path) if path.is_file() else {}
         if notes.get("done"):
             yield notes
         else:
@@ -271,21 +263,16 @@ class Workshop:
         self.spent += notes["seconds"]
 
     def once(
-        self, path: Path, names: Sequence[str], measure: Callable[[], dict[str, Tensor]]
+        self, path: Path, measure: Callable[[], dict[str, Tensor]]
     ) -> tuple[dict[str, Tensor], float]:
-        """The tensors ``names`` that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part.
+        """The tensors that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part.
 
-        The file remembers by which commit it was measured. A damaged one is measured again.
+        The file remembers by which commit it was measured.
         """
         if path.is_file():
-            try:
-                tensors, notes = read_tensors(path)
-                if set(names) <= set(tensors) and isinstance(notes, dict):
-                    self.commits.update(notes.get("commits", ()))
-                    return tensors, float(notes["seconds"])
-                self.say(f"measured again: {path} has not all of {', '.join(names)}")
-            except ValueError as error:
-                self.say(f"measured again: {error}")
+            tensors, notes = read_tensors(path)
+            self.commits.update(notes["commits"])
+            return tensors, float(notes["seconds"])
         clock = Clock(self.device)
         tensors = {name: tensor.cpu() for name, tensor in measure().items()}
         seconds = clock.seconds()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from wball.ball import WassersteinBall
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
@@ -151,6 +151,16 @@ def random_problem(
 def random_problems(count: int, start: int = 0, **fixed: Any) -> list[Problem]:
     """``count`` consecutive seeds; any 126 of them see every combination of window, p, radius and pixel regime once."""
     return [random_problem(seed, **fixed) for seed in range(start, start + count)]
+
+
+def halves(side: int = 6, channels: int = 1) -> nn.Sequential:
+    """A linear model: class 1 if there is more mass on the right."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(channels * side * side, 2))
+    weight = torch.linspace(-1, 1, side).repeat(side * channels)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return model.eval()
 
 
 @st.composite

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from problems import halves
 from wball.evaluation import Evaluation, evaluate
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
@@ -38,14 +39,10 @@ BALL = wball.WassersteinBall(0.4)
 def problem(channels: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(14, channels, 6, 6, generator=generator).square() * 0.8
-    weight = torch.linspace(-1, 1, 6).repeat(6 * channels)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36 * channels, 2))
-    with torch.no_grad():
-        model[1].weight.copy_(torch.stack([-weight, weight]))
-        model[1].bias.zero_()
+    model = halves(channels=channels)
     y = model(x).argmax(1)
     y[0] = 1 - y[0]
-    return model.eval(), x, y
+    return model, x, y
 
 
 def run(name: str, channels: int = 1, **changes: Any) -> Evaluation:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from problems import halves
 from reproduction import leaderboard
 from reproduction.__main__ import main
 from reproduction.leaderboard import (
@@ -42,16 +43,6 @@ class Small(Workshop):
         if name == "absent":
             raise MissingModel("no such weights")
         return halves(), "linear", "here"
-
-
-def halves() -> nn.Module:
-    """Is there more mass on the left or on the right?"""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2))
-    weight = torch.linspace(-1, 1, SIDE).repeat(SIDE)
-    with torch.no_grad():
-        model[1].weight.copy_(torch.stack([-weight, weight]))
-        model[1].bias.zero_()
-    return model
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import wball
+from problems import halves
 from reproduction import measure as measuring
 from reproduction import page, workshop
 from reproduction.__main__ import main
@@ -47,19 +47,13 @@ def shop(tmp_path: Path) -> Workshop:
     return Workshop(Settings(quick=True, device="cpu", out=tmp_path))
 
 
-def halves() -> Subject:
-    """A linear model on 6 x 6 images: is there more mass on the left or on the right?"""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
-    weight = torch.linspace(-1, 1, 6).repeat(6)
-    with torch.no_grad():
-        model[1].weight.copy_(torch.stack([-weight, weight]))
-        model[1].bias.zero_()
-    return Subject("halves", model.eval(), "linear", "here", "0")
+def linear() -> Subject:
+    return Subject("halves", halves(), "linear", "here", "0")
 
 
 def images(count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.rand(count, 1, 6, 6).square() * 0.8
-    return x, halves().model(x).argmax(1)
+    return x, linear().model(x).argmax(1)
 
 
 def test_tables() -> None:
@@ -93,12 +87,12 @@ def test_every_figure_and_table_of_the_paper_has_a_recipe() -> None:
 def test_ours_is_an_evaluation(shop: Workshop) -> None:
     x, y = images()
     y[0] = 1 - y[0]  # wrong as it is
-    result, seconds = measuring.evaluated(shop, halves(), x, y, [0.5, 0.05])
+    result, seconds = measuring.evaluated(shop, linear(), x, y, [0.5, 0.05])
     made = measuring.curve(result, seconds)
     assert result.radii == [0.05, 0.5] and [p["eps"] for p in made["curve"]] == [0.0, 0.05, 0.5]
     # A linear model: the support function says exactly who can be broken.
-    margin = halves().model(x).detach()
-    weight = halves().model[1].weight.detach()
+    margin = linear().model(x).detach()
+    weight = linear().model[1].weight.detach()
     direction = (weight[1] - weight[0]).view(1, 1, 6, 6)
     for eps in result.radii:
         sign = torch.where(y == 0, 1.0, -1.0).view(-1, 1, 1, 1)
@@ -134,11 +128,11 @@ def test_papers_attack_gives_the_radius_of_each_image(shop: Workshop) -> None:
         growth=GrowingRadius(3.0, 2),
         progress=False,
     )
-    made = measuring.under_paper_attack(shop, halves(), x, y, attack)
+    made = measuring.under_paper_attack(shop, linear(), x, y, attack)
     assert [p["eps"] for p in made["curve"]] == pytest.approx(
         [0.0, *(0.01 * 3**k for k in range(6))]
     )
-    direct = attack(halves().model, x, y)
+    direct = attack(linear().model, x, y)
     assert measuring.accuracy_at(made, 0.1) == pytest.approx(direct.accuracy_at(0.1))
     mass, after = (v.double().flatten(1).sum(1) for v in (x, direct.images))
     off = ((after - mass).abs() / mass)[1:][direct.success[1:]]
