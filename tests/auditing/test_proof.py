@@ -302,21 +302,6 @@ def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
         audit(ball, x, found.images, plan=object(), exact="needed")  # type: ignore[arg-type]
 
 
-def test_proofs_are_taken_put_and_chosen_per_image() -> None:
-    x = images(BALLS["grid"], 4)
-    one, two = FactoredPlan.identity(MOVES, x), FactoredPlan.identity(MOVES, x + 1)
-    two = replace(two, scale=torch.arange(4.0), potentials=x)
-    mask = torch.tensor([True, False, True, False])
-    mixed = two.where(mask, one)
-    assert mixed.scale.tolist() == [0.0, 0.0, 2.0, 0.0]
-    assert torch.equal(mixed.potentials[2], x[2]) and not mixed.potentials[1].any()
-    put = one.put(torch.tensor([3, 1]), two.take(torch.tensor([2, 3])))
-    assert put.scale.tolist() == [0.0, 3.0, 0.0, 2.0]
-    assert StoredPlan.joined([one, two]).scale.tolist() == [0.0] * 4 + [0.0, 1.0, 2.0, 3.0]
-    still = proved_distance(GridCost(), x.double(), x.double(), one)
-    assert still.tolist() == [0.0] * 4
-
-
 @pytest.mark.parametrize("cost", [GridCost(1), GridCost(3), ONE_WAY, BALLS["matrix"].cost], ids=str)
 def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
     x = torch.rand(2, 1, 5, 6, dtype=torch.float64)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wball
 from certificates.exact import euclidean, network_margin
@@ -95,52 +96,29 @@ def test_equal_to_the_exact_minimum_where_nothing_is_relaxed() -> None:
         exact_where_nothing_is_relaxed(net, x, ball, matrix.numpy())
 
 
-def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
-    net = dense_net(1, 3, (6,), 3, 2)
-    x = images(4, 1, 3, 2)
-    y = net(x).argmax(1)
-    table = tuple(tuple(math.hypot(r, c) for c in range(-2, 3)) for r in range(-2, 3))
-    margins = [
-        certify(net, x, y, wball.WassersteinBall(0.2, cost)).margin
-        for cost in (
-            wball.GridCost(5),
-            wball.StencilCost(table),
-            wball.DenseCost(torch.tensor(euclidean(3, 3))),
-        )
-    ]
-    torch.testing.assert_close(margins[0], margins[1], atol=1e-6, rtol=0)
-    torch.testing.assert_close(margins[0], margins[2], atol=1e-6, rtol=0)
-
-
-class Residual(nn.Module):
-    """Normalisation, batch norm, a residual sum, strides, groups, dilation and both kinds of pooling."""
+class Varied(nn.Module):
+    """Many kinds of layers: a residual sum, concatenation, pooling of both kinds, normalisation, padding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor([0.4, 0.5]).view(1, 2, 1, 1))
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.left = nn.Sequential(
-            nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), nn.LeakyReLU(0.1), nn.Dropout(0.5)
-        )
-        self.right = nn.Conv2d(4, 4, 1, stride=2)
-        self.wide = nn.Conv2d(4, 3, 2, dilation=2)
-        self.pool = nn.MaxPool2d(2, stride=1)
-        self.head = nn.Linear(3, 3)
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.over = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.head = nn.Linear(32, 3)
+        nn.init.uniform_(self.norm.running_mean, -0.1, 0.1)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.norm(self.stem((x - self.mean) / 0.25)))
-        h = torch.relu(self.left(h) + self.right(h))
-        h = self.pool(self.wide(h))
-        return self.head(nn.functional.adaptive_avg_pool2d(h, 1).view(h.size(0), -1))
+        h = self.over(self.norm(self.first((x - 0.2) / 0.4)))
+        h = F.leaky_relu(self.second(h) + h, 0.1)
+        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1).permute(
+            0, 1, 3, 2
+        )
+        return self.head(h.flatten(1))
 
 
-def residual(seed: int) -> Residual:
-    torch.manual_seed(seed)
-    net = Residual()
-    net.norm.running_mean.normal_()
-    net.norm.running_var.uniform_(0.5, 2)
-    return net
+def circular() -> nn.Module:
+    conv = nn.Conv2d(1, 2, 3, padding=2, padding_mode="circular")
+    return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
 
 
 def conv_net(seed: int) -> nn.Sequential:
@@ -152,12 +130,13 @@ def conv_net(seed: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["dual", "crown", "anchored", "optimised"])
-@pytest.mark.parametrize("kind", ["conv", "residual"])
+@pytest.mark.parametrize("kind", ["conv", "varied", "circular"])
 def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
     if kind == "conv":
         net, x = conv_net(0), images(2, 1, 16, 0)
     else:
-        net, x = residual(0), images(2, 2, 9, 0)  # type: ignore[assignment]
+        torch.manual_seed(0)
+        net, x = Varied() if kind == "varied" else circular(), images(2, 1, 4, 0)  # type: ignore[assignment]
     net.eval()
     y = net(x).argmax(1)
     for eps in (0.02, 0.2) if kind == "conv" else (0.05,):
@@ -180,6 +159,8 @@ class Minus(nn.Module):
 
 LAYERS: dict[str, list[nn.Module]] = {
     "stride that leaves a column": [nn.Conv2d(2, 3, 3, stride=2, bias=False)],
+    "groups": [nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2)],
+    "dilation": [nn.Conv2d(2, 3, 2, dilation=2)],
     "batch norm": [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)],
     "batch norm of a vector": [nn.Flatten(), nn.BatchNorm1d(72)],
     "batch norm without weights": [nn.BatchNorm2d(2, affine=False)],
@@ -271,21 +252,6 @@ def test_optimisation_raises_what_is_still_open() -> None:
     gained = after - before
     assert bool((gained[before <= 0] >= 0).all()) and float(gained.max()) > 1e-3
     assert bool((gained[before > 0] == 0).all())  # what is proved is left alone
-
-
-def test_linf_ball_matches_its_closed_form_on_a_linear_model() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(9, 2)).double()
-    x = images(4, 1, 3, 4).double()
-    y = net(x).argmax(1)
-    ball = wball.LinfBall(0.05)
-    weight = net[1].weight.double()
-    for i in range(4):
-        a = (weight[y[i]] - weight[1 - y[i]]).view(1, 1, 3, 3)
-        low = -ball.support(x[i : i + 1].double(), -a).value
-        constant = net[1].bias.double()[y[i]] - net[1].bias.double()[1 - y[i]]
-        result = certify(net, x[i : i + 1], y[i : i + 1], ball)
-        torch.testing.assert_close(result.margin, (low + constant).detach(), atol=1e-9, rtol=0)
 
 
 def test_statuses_mode_and_edges() -> None:
@@ -403,35 +369,3 @@ def test_every_method_ends_at_the_time_limit() -> None:
         found = certify(net, x, y, ball, time_limit=1e-9, **settings)
         assert found.status == (CertificateStatus.UNKNOWN,) * 2
         assert found.margin.tolist() == [-math.inf] * 2
-
-
-class Wide(nn.Module):
-    """Activations that read what only automatic differentiation can transpose: other paddings, concatenation, means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1, padding_mode="reflect")
-        self.second = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")
-        self.third = nn.Conv2d(8, 4, 3, stride=2)
-        self.hidden, self.head = nn.Linear(24, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.relu(self.first(x))
-        second = torch.relu(self.second(first) - first.mean((2, 3), keepdim=True))
-        third = torch.relu(self.third(nn.functional.leaky_relu(torch.cat([first, second], 1), 0.1)))
-        return self.head(torch.relu(self.hidden(third.flatten(1))))
-
-
-def test_layers_without_an_interval_are_bounded_too() -> None:
-    torch.manual_seed(0)
-    net, x = Wide(), images(2, 1, 8, 0)[..., :6]
-    y = net(x).argmax(1)
-    clean, ball = gap(net(x), y).detach().double(), wball.WassersteinBall(0.02)
-    reached = lowest(net, x, y, ball)
-    for name in ("interval", "crown", "anchored"):
-        settings = WASSERSTEIN[name]
-        at_zero = certify(net, x, y, wball.WassersteinBall(0.0), **settings).margin
-        torch.testing.assert_close(at_zero, clean, atol=1e-5, rtol=0)
-        margin = certify(net, x, y, ball, **settings).margin
-        assert bool((margin <= reached + 1e-5).all()), name
-        assert name == "interval" or bool((margin > 0).all()), name

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import wball
 from certificates.exact import network_margin
-from certificates.test_certify import dense_net, images
+from certificates.test_certify import Varied, circular, dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
 from wball.certificates.checking.bounds import Checker
 from wball.certificates.checking.lines import lines, values_between
@@ -19,36 +19,10 @@ from wball.certificates.checking.network import Network
 from wball.certificates.checking.plans import domain
 from wball.certificates.tracing import trace
 
-
-class Varied(nn.Module):
-    """Many kinds of layers: a residual sum, concatenation, pooling of both kinds, normalisation, padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm, self.over = nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-        self.head = nn.Linear(32, 3)
-        nn.init.uniform_(self.norm.running_mean, -0.1, 0.1)
-        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.over(self.norm(self.first((x - 0.2) / 0.4)))
-        h = F.leaky_relu(self.second(h) + h, 0.1)
-        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1).permute(
-            0, 1, 3, 2
-        )
-        return self.head(h.flatten(1))
-
-
-def circular() -> nn.Module:
-    conv = nn.Conv2d(1, 2, 3, padding=2, padding_mode="circular")
-    return nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
-
-
 NETS = {
     "circular": circular,
     "dense": lambda: dense_net(1, 4, (8, 6), 3, 0),
-    "varied": lambda: Varied(),
+    "varied": Varied,
 }
 BALLS = {
     "wasserstein": wball.WassersteinBall(0.05),

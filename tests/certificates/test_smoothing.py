@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from wball.certificates.smoothing import (
     FlowSmoothing,
-    divergence,
     flow_noise,
     laplace_radius,
     lower_confidence,
@@ -28,15 +27,6 @@ def test_noise_keeps_every_channels_mass_and_scales_with_it() -> None:
     inner = (flow_noise(many, 0.01, generator) - many)[:, 0, 2, 3]
     # Four edges meet in an inner pixel, each with variance 2 (m s)^2.
     assert float(inner.std()) == pytest.approx(math.sqrt(8) * 0.01 * float(x[0].sum()), rel=0.06)
-
-
-def test_divergence_moves_mass_the_way_the_flow_points() -> None:
-    right = torch.zeros(1, 1, 2, 2)
-    right[..., 0, 1] = 0.5
-    down = torch.zeros(1, 1, 1, 3)
-    down[..., 0, 0] = 0.25
-    expected = torch.tensor([[-0.25, -0.5, 0.5], [0.25, 0.0, 0.0]])
-    torch.testing.assert_close(divergence(right, down)[0, 0], expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import wball
@@ -242,19 +242,6 @@ def test_harmless_changes_of_weights_are_in_the_weights(name: str, place: str) -
         for parameter in net[index].parameters():
             parameter.mul_(2.0)
     followed(net)
-
-
-def test_other_parametrizations_are_followed() -> None:
-    class Negated(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return -weight
-
-    net = dense()
-    parametrize.register_parametrization(net[1], "weight", Negated())
-    followed(net)
-
-
-# ---- the comparison with the model
 
 
 class Hidden(nn.Module):

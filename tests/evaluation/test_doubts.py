@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 import wball
-from evaluation.linear import BALL, Claims
+from evaluation.linear import BALL, Claims, measure, problem
 from wball.attacks.findings import Finding
 from wball.evaluation import (
     Evaluation,
@@ -115,15 +115,9 @@ def test_requirements_that_are_none(text: str) -> None:
 
 
 def test_certified_requirements() -> None:
-    x, y = images()
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
-    with torch.no_grad():
-        for k in range(4):
-            model[1].weight[k] = FourClasses()(torch.eye(36).view(36, 1, 6, 6))[:, k]
-        model[1].bias.zero_()
-    result = run(model, x, y, BALL, [0.01], wball.DualAveraging(BALL, steps=3), certify=True)
-    assert result.check("certified:0.01:0.8").met and result.check("certified:0.005:0.8").met
-    assert not result.check("certified:0.01:0.9").met
+    result = measure(*problem(20), radii=[0.01], certify=True)
+    assert result.check("certified:0.01:0.7").met and result.check("certified:0.005:0.7").met
+    assert not result.check("certified:0.01:0.99").met
 
 
 def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) -> None:

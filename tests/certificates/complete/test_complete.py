@@ -13,14 +13,11 @@ from torch import Tensor, nn
 import wball
 from certificates.exact import affine_maps, box_margin, network_margin, tiny
 from wball.certificates import CertificateStatus, anchor, certificate, certify, relaxation
-from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import gains, search
 from wball.certificates.complete.bound import Problems
-from wball.certificates.complete.gains import listed
 from wball.certificates.complete.nodes import Closed, Nodes
 from wball.certificates.tracing import trace
-from wball.input_sets.rows import Rows
 
 
 def agree(
@@ -131,29 +128,6 @@ def test_a_problem_closed_as_a_whole_leaves_no_parts() -> None:
     closed.add(Nodes(torch.zeros(2, dtype=torch.long), torch.ones(2), state), torch.tensor([4, 5]))
     closed.forget(torch.tensor([4, 9]))
     assert closed.leaves(4, 0) == () and len(closed.leaves(5, 0) or ()) == 1
-
-
-@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
-def test_a_layer_without_unstable_units_has_an_anchor_that_charges_nothing(device: str) -> None:
-    """On a GPU the charges of no rows at all failed."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
-    ).to(device)
-    x = torch.rand(2, 1, 6, 6, device=device)
-    convolution = image_convolution(trace(net, x), 2)
-    source = wball.WassersteinBall(0.1).input_set(x, "full")
-    assert convolution is not None
-    ones = torch.ones((2, 2, 6, 6), dtype=torch.float64, device=device)
-    image = torch.tensor([0, 1, 1], device=device)
-    for lowest in (0.5, -0.5):
-        bounds = Bounds({2: lowest * ones}, {2: ones})
-        anchor, _ = listed(ConvAnchor(convolution, source.moves), 0 * ones, bounds, 2, source)
-        weights = Rows(torch.ones((3, 2, 6, 6), device=device), image)
-        charges = anchor.charge(
-            weights, Rows(torch.zeros((3, 1, 6, 6), device=device), image), source.active
-        )
-        assert charges.into.shape == (3, 1, 6, 6)
-        assert bool((charges.moves == 0).all()) == (lowest > 0)
 
 
 def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:
