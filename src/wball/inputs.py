@@ -6,6 +6,7 @@ Each error names the argument, the value seen and what to do. Nothing is modifie
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -165,6 +166,12 @@ def check_positive(name: str, value: float, *, inf: bool = False) -> float:
     if not (number > 0 and (inf or number < math.inf)):
         raise ValueError(f"{name} must be > 0{'' if inf else ' and finite'}, got {value!r}")
     return number
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """One of several names."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_count(name: str, value: int, least: int = 1) -> int:

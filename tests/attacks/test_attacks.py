@@ -481,7 +481,7 @@ def test_errors_of_calls_say_what_is_wrong(
         (PGD, {"step": "l1"}, "step"),
         (PGD, {"ball": LinfBall(0.1), "step": "wasserstein"}, "WassersteinBall"),
         (PGD, {"mode": "paper"}, "finite reg"),
-        (PGD, {"mode": "papper"}, 'mode must be "exact" or "paper", got .papper'),
+        (PGD, {"mode": "papper"}, "mode must be one of exact, paper, got .papper"),
         (PGD, {"max_iter": 0}, "max_iter"),
         (PGD, {"growth": 1.1}, "GrowingRadius"),
         (PGD, {"ball": 0.1}, "ball must be .* got 0.1"),

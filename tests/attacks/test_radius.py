@@ -58,7 +58,7 @@ def test_paper_presets() -> None:
     assert (text.ball.eps, text.ball.cost) == (0.3, GridCost(5, 1.0))
     assert (scripts.ball.eps, scripts.ball.cost) == (0.7, GridCost(7, 2.0))
     assert PGD.paper("cifar10", "scripts").ball.cost == GridCost(5, 2.0) and cifar.ball.eps == 0.001
-    with pytest.raises(ValueError, match='source must be "curves", "text" or "scripts"'):
+    with pytest.raises(ValueError, match="source must be one of curves, text, scripts"):
         PGD.paper("mnist", "code")  # type: ignore[arg-type]
     assert mnist.mode == "paper" and mnist.step == "linf" and mnist.step_size == 0.1
 

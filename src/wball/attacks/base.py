@@ -309,10 +309,10 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
             f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
         )
     if labels.shape != x.shape[:1]:
-        hint = "; for one-hot rows use argmax(1)" if labels.ndim == 2 else ""
-        hint = "; for a column of classes use flatten()" if labels.shape == (len(x), 1) else hint
-        seen = f"got {tuple(labels.shape)}{hint}"
-        raise ValueError(f"{name} must have one class per image, shape ({x.shape[0]},), {seen}")
+        raise ValueError(
+            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
+            "rows use argmax(1), for a column of classes flatten()"
+        )
     return labels.detach().to(device=x.device, dtype=torch.long)
 
 

@@ -109,12 +109,10 @@ class PGD(GradientAttack):
             raise TypeError(
                 f"growth must be a GrowingRadius(factor, every) or None, got {self.growth!r}"
             )
-        if self.mode not in ("exact", "paper"):
-            raise ValueError(f'mode must be "exact" or "paper", got {self.mode!r}')
+        inputs.check_choice("mode", self.mode, ("exact", "paper"))
         if self.step_size is not None:
             inputs.check_positive("step_size", self.step_size)
-        if self.step not in ("linf", "l2", "wasserstein"):
-            raise ValueError(f'step must be "linf", "l2" or "wasserstein", got {self.step!r}')
+        inputs.check_choice("step", self.step, ("linf", "l2", "wasserstein"))
         if self.step == "wasserstein" and not self.ball.has_plans:
             raise ValueError(
                 f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}'
@@ -152,10 +150,8 @@ class PGD(GradientAttack):
         >>> PGD.paper("mnist", "scripts").ball.cost
         GridCost(window=7, p=2.0)
         """
-        if dataset not in ("mnist", "cifar10"):
-            raise ValueError(f'dataset must be "mnist" or "cifar10", got {dataset!r}')
-        if source not in ("curves", "text", "scripts"):
-            raise ValueError(f'source must be "curves", "text" or "scripts", got {source!r}')
+        inputs.check_choice("dataset", dataset, ("mnist", "cifar10"))
+        inputs.check_choice("source", source, ("curves", "text", "scripts"))
         eps, factor, steps, reg = (
             (0.3, 1.1, 200, 1000.0) if dataset == "mnist" else (0.001, 1.17, 400, 3000.0)
         )

@@ -60,6 +60,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from wball import inputs
 from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.batch import StepCount, Task
@@ -190,8 +191,7 @@ class StandardAttack(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.version not in MEMBERS:
-            raise ValueError(f"version must be one of {', '.join(MEMBERS)}, got {self.version!r}")
+        inputs.check_choice("version", self.version, MEMBERS)
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, with the number of the version and the list of members."""

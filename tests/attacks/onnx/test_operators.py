@@ -121,7 +121,7 @@ def test_node_tests_of_the_onnx_project_and_gradients() -> None:
             and check_gradient(graph, given)
         ):
             checked.add(kind)
-    assert sum(passed.values()) > 1500
+    assert sum(passed.values()) > 1400
     assert {*OPERATORS} <= passed.keys()
     assert len(checked) >= 50 and checked >= {
         "Conv",

@@ -172,18 +172,3 @@ def _layer_norm(
     sizes = x.shape[axis:]
     bias = None if bias is None else bias.expand(sizes)
     return F.layer_norm(x, sizes, scale.expand(sizes), bias, epsilon)
-
-
-@operator("GroupNormalization")
-def _group_norm(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    *,
-    epsilon: float,
-    num_groups: int,
-    version: int,
-) -> Tensor:
-    if version < 21:  # one number per group
-        scale, bias = (v.repeat_interleave(x.shape[1] // num_groups) for v in (scale, bias))
-    return F.group_norm(x, num_groups, scale, bias, epsilon)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from wball.attacks.adapters.onnx.graph import OnnxGraph
 from wball.attacks.adapters.onnx.table import TYPES
+from wball.inputs import check_choice
 
 Layout = Literal["NCHW", "NHWC"]
 Engine = Literal["auto", "torch", "onnxruntime"]
@@ -55,8 +56,7 @@ def load(
 
     Raises ``ValueError`` that names what in the file is not supported.
     """
-    if engine not in ("auto", "torch", "onnxruntime"):
-        raise ValueError(f'engine must be "auto", "torch" or "onnxruntime", got {engine!r}')
+    check_choice("engine", engine, ("auto", "torch", "onnxruntime"))
     path = os.fspath(path)
     try:
         proto = onnx.load(path)
@@ -112,8 +112,8 @@ class Ends:
 
 def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None) -> Ends:
     """The input that takes images and the output that gives logits, or a ``ValueError`` that says what is unclear."""
-    if layout not in (None, "NCHW", "NHWC"):
-        raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
+    if layout is not None:
+        check_choice("layout", layout, ("NCHW", "NHWC"))
     weights = {w.name for w in graph.initializer}
     inputs = [i for i in graph.input if i.name not in weights]
     if len(inputs) != 1:
@@ -140,8 +140,8 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
 def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
     """The output with the logits: a tensor of floating-point numbers, not of class indices."""
     names = [o.name for o in graph.output]
-    if output is not None and output not in names:
-        raise ValueError(f"output must be one of {', '.join(names)}, got {output!r}")
+    if output is not None:
+        check_choice("output", output, names)
     tensors = [
         o.name
         for o in graph.output

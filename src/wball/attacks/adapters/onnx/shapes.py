@@ -48,11 +48,6 @@ def _constant_of_shape(shape: Tensor, *, value: Any) -> Tensor:
     return filled.expand(numbers(shape)).clone()
 
 
-@operator("Range")
-def _range(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
-    return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
-
-
 @operator("Shape")
 def _shape(x: Tensor, *, start: int | None, end: int | None) -> Tensor:
     return torch.tensor(list(x.shape)[slice(start, end)], dtype=torch.int64)
@@ -94,11 +89,6 @@ def _transpose(x: Tensor, *, perm: list[int] | None) -> Tensor:
 @operator("Expand")
 def _expand(x: Tensor, shape: Tensor) -> Tensor:
     return x.expand(torch.broadcast_shapes(x.shape, tuple(numbers(shape))))
-
-
-@operator("Tile")
-def _tile(x: Tensor, repeats: Tensor) -> Tensor:
-    return x.repeat(numbers(repeats))
 
 
 @operator("Concat")

@@ -2,7 +2,7 @@
 
 An operator is a function of its inputs. Its keyword-only parameters are the attributes it understands; a node with
 any other attribute computes something else, so the graph is refused. Defaults come from the ONNX project's own
-definitions. Two keywords are not attributes: ``count`` is the number of outputs, ``version`` that of the definition.
+definitions. The keyword ``count`` is not an attribute but the number of outputs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_node(proto: onnx.NodeProto, opset: int) -> Node:
         raise ValueError(f"{where} casts to a type that is not known here")
     schema = onnx.defs.get_schema(proto.op_type, opset, "")
     values = {a.name: _value(a.default_value) for a in schema.attributes.values()}
-    values |= {"count": len(proto.output), "version": schema.since_version, **given}
+    values |= {"count": len(proto.output), **given}
     attributes = {name: values.get(name) for name in known}
     # Further outputs, such as the mask of Dropout, are not computed.
     outputs = tuple(proto.output) if "count" in known else tuple(proto.output)[:1]
