@@ -1,15 +1,17 @@
-"""What every attack shares: the call, the bookkeeping per image, and leaving the model as it was found.
+"""What every attack shares: the call, the bookkeeping per image, and leaving the model as it was
+found.
 
 An attack holds settings only. The model comes at the call::
 
     result = attack(model, x, y)                       # untargeted: success is argmax != y
     result = attack(model, x, y, target=t)             # targeted:   success is argmax == t
 
-:meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory, puts the model in
-evaluation mode with frozen parameters, and restores the mode of every module, the parameters' flags and the random
-state afterwards, also after an error. Gradient attacks write :meth:`GradientAttack.init`, the first candidates of a
-batch, and :meth:`GradientAttack.advance`, the next ones from a gradient. The base loops, keeps the best **per image**
-and drops images that are done.
+:meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory,
+puts the model in evaluation mode with frozen parameters, and restores the mode of every module, the
+parameters' flags and the random state afterwards, also after an error. Gradient attacks write
+:meth:`GradientAttack.init`, the first candidates of a batch, and :meth:`GradientAttack.advance`,
+the next ones from a gradient. The base loops, keeps the best **per image** and drops images that
+are done.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ PROGRESS_AFTER = 2_000_000
 
 
 LATE = 0.75
-"""The steps after this share of them tell whether the loss is still rising: whether as many steps again, at their pace,
-would bring the objective above 0, where it succeeds."""
+"""The steps after this share of them tell whether the loss is still rising: whether as many steps
+again, at their pace, would bring the objective above 0, where it succeeds."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,14 @@ class Attack(ABC):
 
     Attributes:
         ball: the threat model.
-        batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs out.
+        batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs
+            out.
         progress: show a bar on stderr; ``None`` shows it on long runs.
-        proofs: return the plans that prove the distances, if the attack has them (``result.proof``).
-        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they survive being stored
-            (256: as 8-bit images); the images must be on the levels, too (:mod:`wball.attacks.levels`).
+        proofs: return the plans that prove the distances, if the attack has them
+            (``result.proof``).
+        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they
+            survive being stored (256: as 8-bit images); the images must be on the levels, too
+            (:mod:`wball.attacks.levels`).
     """
 
     ball: Ball
@@ -82,7 +87,8 @@ class Attack(ABC):
         """Called once with the model as found."""
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
-        """The attack with what it has to find out about the model, for several calls on images like these."""
+        """The attack with what it has to find out about the model, for several calls on images like
+        these."""
         return self
 
     @property
@@ -125,8 +131,8 @@ class Attack(ABC):
     ) -> AttackResult:
         """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
 
-        ``generator`` is the source of randomness; without it a fixed seed is used. The global random state is not
-        changed.
+        ``generator`` is the source of randomness; without it a fixed seed is used. The global
+        random state is not changed.
         """
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
@@ -179,7 +185,8 @@ class Attack(ABC):
         return joined(parts)
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels if there are some."""
+        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels
+        if there are some."""
         if self.levels is not None:
             return to_levels(found, self.ball, task, self.levels, Task.judge)
         claimed = found.success.nonzero().squeeze(1)
@@ -203,12 +210,13 @@ class Attack(ABC):
 
 @dataclass(frozen=True)
 class GradientAttack(Attack):
-    """An attack that climbs one objective by its gradient. Subclasses write :meth:`init` and :meth:`advance`.
+    """An attack that climbs one objective by its gradient. Subclasses write :meth:`init` and
+    :meth:`advance`.
 
     Attributes:
         objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
-        until_success: stop at an image's first success. Otherwise go on to the end and return the success of highest
-            loss, which is what training wants.
+        until_success: stop at an image's first success. Otherwise go on to the end and return the
+            success of highest loss, which is what training wants.
     """
 
     _: KW_ONLY
@@ -225,7 +233,8 @@ class GradientAttack(Attack):
 
     @abstractmethod
     def advance(self, state: Any, gradient: Tensor) -> State:
-        """The next candidates, from the gradient at those of ``state`` (which may be overwritten)."""
+        """The next candidates, from the gradient at those of ``state`` (which may be
+        overwritten)."""
 
     def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
         """The gradient at the candidates, which are offered on the way."""
@@ -273,7 +282,8 @@ class GradientAttack(Attack):
 
 
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
-    """Standard normal noise like images, or ``count`` times that. The same on every device of the generator."""
+    """Standard normal noise like images, or ``count`` times that. The same on every device of the
+    generator."""
     shape = like.shape if count is None else (count, *like.shape)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(
         like
@@ -286,7 +296,8 @@ def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
 
 
 def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Tensor:
-    """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
+    """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or
+    else exactly."""
     problem = None if plan is None else ball.problem(x)
     if plan is None or problem is None:
         return ball.distance(x, z).to(torch.float64)
@@ -317,7 +328,8 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's two allocators)."""
+    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's
+    two allocators)."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     return any(

@@ -16,7 +16,8 @@ from wball.plan import FactoredPlan, Plan, StoredPlan
 from wball.progress import Bar
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
-"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
+"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU
+nothing."""
 
 DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
 """Share of the images that must be finished for that. A GPU gains little from slightly smaller
@@ -66,7 +67,8 @@ class Task:
 
 
 class StepCount:
-    """Progress of an attack on a bar: images of finished batches, and the steps of the current one."""
+    """Progress of an attack on a bar: images of finished batches, and the steps of the current
+    one."""
 
     def __init__(self, bar: Bar, images: int, steps: int) -> None:
         self._bar, self._images, self._steps = bar, max(1, images), max(1, steps)
@@ -85,7 +87,7 @@ class StepCount:
 
 @dataclass
 class State:
-    """Where an attack stands: the candidate, and in subclasses what the next step needs.
+    """The current candidate, and in subclasses what the next step needs.
 
     Attributes:
         x: the images that are still in.
@@ -219,7 +221,8 @@ class AttackBatch:
         return loss
 
     def keep_proofs(self, kind: type[Kind]) -> Kind:
-        """From now on every candidate comes with its proof. Returns that of the images as they are."""
+        """From now on every candidate comes with its proof. Returns that of the images as they
+        are."""
         whole = plan_of_nothing(kind, self.ball, self._all.z)
         part = whole.take(self._active)
         self._all_proof, self._proof = whole, part
@@ -299,7 +302,8 @@ class AttackBatch:
             self._proof = state.proof.where(better, self._proof)
 
     def survivors(self) -> Tensor | None:
-        """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
+        """Every few steps, drop the images that are done. The positions kept, or ``None`` if
+        nothing changed."""
         device = self.x.device.type
         return (
             self.drop(DROP_FROM.get(device, 0.5))
@@ -308,7 +312,8 @@ class AttackBatch:
         )
 
     def drop(self, least: float = 0.0) -> Tensor | None:
-        """Leave out what is done, if it is a share of at least ``least``. The positions kept, or ``None`` if all."""
+        """Leave out what is done, if it is a share of at least ``least``. The positions kept, or
+        ``None`` if all."""
         if not self.until_success:
             return None
         kept = (~self._best.success).nonzero().squeeze(1)

@@ -1,20 +1,23 @@
 """Signs that a robust accuracy may be an artefact of the model rather than robustness.
 
 :func:`find_signs` looks at a model before an evaluation. :class:`~wball.StandardAttack` raises one
-:class:`ModelWarning` per sign; an evaluation lists them. They stop nothing: they say what the number may not mean.
+:class:`ModelWarning` per sign; an evaluation lists them. They stop nothing: they say what the
+number may not mean.
 
 =================  ========================================  ==============================================
 code               reported if                               meaning and remedy
 =================  ========================================  ==============================================
 train-mode         a module is in training mode              attacks evaluate the model in evaluation mode
-                                                             and put it back: results are for that mode
+                                                             and put it back: results are for that
+                                                             mode
 probabilities      outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
                                                              gradients: return logits
 random-model       two evaluations of one batch differ       each example is judged by one draw: average
                                                              over draws, and attack the average
 zero-gradient      some image's gradient is exactly zero     gradient masking or a non-differentiable step:
-                                                             use a smooth stand-in or a straight-through
-                                                             gradient, or a decision-based attack
+                                                             use a smooth stand-in or a
+                                                             straight-through gradient, or a
+                                                             decision-based attack
 non-finite         logits or gradients have NaN or inf       the model overflows or divides by zero
 =================  ========================================  ==============================================
 """
@@ -76,7 +79,8 @@ def are_probabilities(outputs: Tensor) -> bool:
 
 
 def _evaluate(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and the gradient of the cross-entropy's log-odds; zero where the model cuts the graph."""
+    """Logits and the gradient of the cross-entropy's log-odds; zero where the model cuts the
+    graph."""
     with torch.enable_grad():
         z = x.requires_grad_(True)
         logits = ask(model, z)

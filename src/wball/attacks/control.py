@@ -1,9 +1,11 @@
-"""Control experiments: what an attack that works must do, and what a model that can be attacked does not.
+"""Control experiments: what an attack that works must do, and what a model that can be attacked
+does not.
 
 Each is a question with a known answer, asked after an attack about the images that survived it:
 
-- in a ball so large that mass may go as far as the ground cost lets it, an attack must find an example wherever a cheap
-  guess finds one: mass that drifts towards the shapes of other images (``full-ball-survivors``);
+- in a ball so large that mass may go as far as the ground cost lets it, an attack must find an
+  example wherever a cheap guess finds one: mass that drifts towards the shapes of other images
+  (``full-ball-survivors``);
 - more steps must not help (``loss-still-rising``);
 - the model must answer with finite numbers (``non-finite``).
 
@@ -35,7 +37,8 @@ SURVIVORS, GUESSES = 16, 4
 def missed_in_full_ball(
     attacks: Sequence[GradientAttack], view: View, task: Task, survived: Tensor
 ) -> Finding:
-    """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks does."""
+    """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks
+    does."""
     here, x = survived.nonzero().squeeze(1)[:SURVIVORS], task.x
     ball = attacks[0].ball.take(here).at(FULL)
     guessed = torch.zeros(here.numel(), dtype=torch.bool, device=x.device)
@@ -65,7 +68,8 @@ def _drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
 
 
 def not_finite(model: Model, *images: Tensor) -> Finding:
-    """How many images have an answer with NaN or infinity, where -inf is a class that is ruled out."""
+    """How many images have an answer with NaN or infinity, where -inf is a class that is ruled
+    out."""
     with torch.no_grad():
         bad = torch.stack([_overflows(ask(model, part)) for part in images]).any(0)
     return Finding("non-finite", int(bad.sum()), bad.numel())

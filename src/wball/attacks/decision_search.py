@@ -1,14 +1,16 @@
-r"""Decision search: an attack that is told labels and nothing else, and shrinks the distance of what it finds.
+r"""Decision search: an attack that is told labels and nothing else, and shrinks the distance of
+what it finds.
 
-It starts outside the ball, at an image that the model gets wrong at some larger radius ``r``: mass drifts towards the
-shapes of other images, or of random clouds. From there on every step asks for labels of noisy copies of that image
-:math:`z`, which lie on both sides of the model's boundary,
+It starts outside the ball, at an image that the model gets wrong at some larger radius ``r``: mass
+drifts towards the shapes of other images, or of random clouds. From there on every step asks for
+labels of noisy copies of that image :math:`z`, which lie on both sides of the model's boundary,
 
 .. math:: g = \frac1n \sum_k (\phi_k - \bar\phi)\, u_k, \qquad \phi_k = [\, z + \sigma u_k \text{ is wrong} \,],
 
-adds :math:`g` to the potentials as :class:`~wball.DualAveraging` does, and asks for the points of several smaller balls
-that follow from them. The nearest wrong one is the next :math:`z`. Once one lies in the ball itself, the image is
-broken. (Estimating a boundary's normal from labels is due to HopSkipJump, Chen, Jordan, Wainwright 2020.)
+adds :math:`g` to the potentials as :class:`~wball.DualAveraging` does, and asks for the points of
+several smaller balls that follow from them. The nearest wrong one is the next :math:`z`. Once one
+lies in the ball itself, the image is broken. (Estimating a boundary's normal from labels is due to
+HopSkipJump, Chen, Jordan, Wainwright 2020.)
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.nn import functional as F
 from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
-from wball.attacks.search import Search, reachable_pixels
+from wball.attacks.search import BlackBoxSearch, reachable_pixels
 from wball.ball import Ball
 from wball.batch import per_image
 
@@ -38,12 +40,14 @@ MEMORY = 0.9
 FORGET = 0.2
 """Share of the potentials that a full step forgets, the shape of the start with them."""
 NOISE = 0.1
-"""Size of the noise at first and at most, in widths of the box; it falls to a fifth until both answers are heard."""
+"""Size of the noise at first and at most, in widths of the box; it falls to a fifth until both
+answers are heard."""
 
 
 @dataclass
 class _Boundary(State):
-    """An image that the model gets wrong, and how far away it is; ``z`` stays the best point of the ball itself."""
+    """An image that the model gets wrong, and how far away it is; ``z`` stays the best point of the
+    ball itself."""
 
     b: Tensor = field(kw_only=True)
     wrong: Tensor = field(kw_only=True)
@@ -56,8 +60,9 @@ class _Boundary(State):
 
 
 @dataclass(frozen=True)
-class DecisionSearch(Search):
-    """Black-box search by labels alone, on any ball; its settings are those of every search (:class:`Search`)."""
+class DecisionSearch(BlackBoxSearch):
+    """Black-box search by labels alone, on any ball; its settings are those of every search
+    (:class:`BlackBoxSearch`)."""
 
     directions: int = 40
 
@@ -116,7 +121,8 @@ class DecisionSearch(Search):
 
     @staticmethod
     def _try(state: _Boundary, b: Tensor, radii: list[Tensor]) -> Tensor:
-        """Ask for points of balls of these radii; keep the nearest wrong one. Returns where one came nearer."""
+        """Ask for points of balls of these radii; keep the nearest wrong one. Returns where one
+        came nearer."""
         nearer = torch.zeros_like(state.radius, dtype=torch.bool)
         inside = spread_eps(state.ball, state.radius)
         for radius in radii:

@@ -2,12 +2,14 @@ r"""Entropic dual averaging on the Wasserstein ball: the default attack.
 
 .. math::
     b \leftarrow b + \eta_t\, \nabla \ell(z) / \|\nabla \ell(z)\|_\infty, \qquad
-    z \leftarrow \arg\max_{z = P^T 1} \; \langle b, z \rangle + H(P) \quad \text{over plans } P \text{ of the ball}
+    z \leftarrow \arg\max_{z = P^T 1} \; \langle b, z \rangle + H(P) \quad \text{over plans } P
+    \text{ of the ball}
 
 Potentials accumulate gradients, and the next iterate is the entropic plan they propose
-(:class:`wball.solvers.oracle.TransportOracle`): mirror ascent in the geometry of plans, or the paper's conjugate step
-applied to the sum of all gradients instead of the last. As the potentials grow, the entropy matters less and the plan
-concentrates. Each iterate is in the ball, so there is nothing to project and each may be the answer.
+(:class:`wball.solvers.oracle.TransportOracle`): mirror ascent in the geometry of plans, or the
+paper's conjugate step applied to the sum of all gradients instead of the last. As the potentials
+grow, the entropy matters less and the plan concentrates. Each iterate is in the ball, so there is
+nothing to project and each may be the answer.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ class DualAveraging(GradientAttack):
 
     Attributes:
         steps: gradient steps.
-        step_size: ``eta``, in nats per step: the pixel with the largest gradient gains ``e^eta`` in weight.
+        step_size: ``eta``, in nats per step: the pixel with the largest gradient gains ``e^eta`` in
+            weight.
         decay: the step size falls linearly to ``(1 - decay) * step_size`` at the last step.
-        random_start: standard deviation of the potentials at the start, in nats; 0 starts at the clean image.
+        random_start: standard deviation of the potentials at the start, in nats; 0 starts at the
+            clean image.
         sweeps: coordinate steps on the box potentials per step.
         newton: largest number of Newton steps on the price after each of them.
     """

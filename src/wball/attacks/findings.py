@@ -1,9 +1,11 @@
-"""Reasons to doubt a robust accuracy, for machines: a stable code, how many images it was seen on, and the remedy.
+"""Reasons to doubt a robust accuracy, for machines: a stable code, how many images it was seen on,
+and the remedy.
 
-An attack that looks for such reasons returns them as ``result.findings``. Those of several batches or radii add up by
-code (:func:`merged`), and a number may be relied on (:func:`reliable`) if none of them is serious. A finding is serious
-if its code is, and if it was seen on more than a tolerated share of the images: one image in a thousand that only the
-black-box search breaks says that the gradients are a little worse than they could be, not that they are masked.
+An attack that looks for such reasons returns them as ``result.findings``. Those of several batches
+or radii add up by code (:func:`merged`), and a number may be relied on (:func:`reliable`) if none
+of them is serious. A finding is serious if its code is, and if it was seen on more than a tolerated
+share of the images: one image in a thousand that only the black-box search breaks says that the
+gradients are a little worse than they could be, not that they are masked.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings of several batches as one: numbers of images add up by code, in the order of :data:`CODES`.
+    """Findings of several batches as one: numbers of images add up by code, in the order of
+    :data:`CODES`.
 
     What was seen on no image is none.
     """

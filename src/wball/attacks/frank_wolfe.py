@@ -1,15 +1,18 @@
 r"""Frank-Wolfe: walk towards the farthest point of the ball in the direction of the gradient.
 
 .. math::
-    s = \arg\max_{s \in B(x, \epsilon)} \langle \nabla \ell(z), s \rangle, \qquad z \leftarrow z + \gamma\,(s - z)
+    s = \arg\max_{s \in B(x, \epsilon)} \langle \nabla \ell(z), s \rangle, \qquad z \leftarrow z +
+    \gamma\,(s - z)
 
-The ball is convex, so no projection is needed and every iterate is in it. The state is the image alone: no plan is
-kept, unless proofs are asked for, and the distance bound is carried along, ``(1 - gamma) d(z) + gamma d(s)``.
+The ball is convex, so no projection is needed and every iterate is in it. The state is the image
+alone: no plan is kept, unless proofs are asked for, and the distance bound is carried along, ``(1 -
+gamma) d(z) + gamma d(s)``.
 
-The method asks for little: a corner ``s`` that is nearly the farthest serves as well, if it is in the ball. On a
-Wasserstein ball it comes from the oracle of :class:`~wball.DualAveraging` (:mod:`wball.solvers.oracle`), at a low
-temperature and with many sweeps: on the networks that were tried it gains 98 to 99.7 % of what the farthest point
-gains. The price and the box potentials of one step start the next.
+The method asks for little: a corner ``s`` that is nearly the farthest serves as well, if it is in
+the ball. On a Wasserstein ball it comes from the oracle of :class:`~wball.DualAveraging`
+(:mod:`wball.solvers.oracle`), at a low temperature and with many sweeps: on the networks that were
+tried it gains 98 to 99.7 % of what the farthest point gains. The price and the box potentials of
+one step start the next.
 """
 
 from __future__ import annotations
@@ -28,14 +31,16 @@ from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
 
 SWEEPS, MOMENTUM, NATS = 60, 0.95, 50.0
-"""Of the oracle. A gradient is not like the sum of all before it, which :class:`~wball.DualAveraging` follows with
-three plain sweeps: those leave full pixels overfull, and the repair gives back a fifth of the gain. At ``NATS`` for the
-way of one pixel the entropy costs less than 1 % of it, and at twice as many the sweeps no longer suffice."""
+"""Of the oracle. A gradient is not like the sum of all before it, which
+:class:`~wball.DualAveraging` follows with three plain sweeps: those leave full pixels overfull, and
+the repair gives back a fifth of the gain. At ``NATS`` for the way of one pixel the entropy costs
+less than 1 % of it, and at twice as many the sweeps no longer suffice."""
 
 
 @dataclass
 class _Mixture(State):
-    """A mixture of corners in float64. Without an oracle, corners are the ball's own farthest points."""
+    """A mixture of corners in float64. Without an oracle, corners are the ball's own farthest
+    points."""
 
     oracle: TransportOracle | None = field(kw_only=True)
 

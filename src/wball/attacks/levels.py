@@ -1,11 +1,11 @@
 r"""Examples that survive storage: images whose pixels are whole multiples of ``1 / (levels - 1)``.
 
-An example is pulled back towards its image by a little, :math:`z_s = x + s (z - x)`, and rounded along a space-filling
-curve: a pixel becomes the difference of the *rounded* sums of all pixels up to it, so that what one pixel loses the
-next one on the curve gains. Every channel keeps its mass exactly, every pixel is rounded up or down by less than a
-level, and so stays in the box, and mass moves by about a pixel. The largest ``s`` is taken at which the rounded image
-is still in the ball, by its exact distance, and still meets the goal. Saved as a PNG and read back, it is the same
-image.
+An example is pulled back towards its image by a little, :math:`z_s = x + s (z - x)`, and rounded
+along a space-filling curve: a pixel becomes the difference of the *rounded* sums of all pixels up
+to it, so that what one pixel loses the next one on the curve gains. Every channel keeps its mass
+exactly, every pixel is rounded up or down by less than a level, and so stays in the box, and mass
+moves by about a pixel. The largest ``s`` is taken at which the rounded image is still in the ball,
+by its exact distance, and still meets the goal. Saved as a PNG and read back, it is the same image.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _curve(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def rounded(z: Tensor, x: Tensor, levels: int) -> Tensor:
-    """``z`` on the levels, every channel with the mass of ``x`` (which is on them) if ``z`` has it, up to rounding.
+    """``z`` on the levels, every channel with the mass of ``x`` (which is on them) if ``z`` has it,
+    up to rounding.
 
     >>> x = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
     >>> rounded(torch.tensor([[[[0.4, 0.6], [0.6, 0.4]]]]), x, 2).sum()
@@ -76,7 +77,8 @@ def to_levels(
     levels: int,
     judge: Callable[[Task, Tensor], Tensor],
 ) -> AttackResult:
-    """The result with its examples on the levels; the clean image, and no success, where none could be kept.
+    """The result with its examples on the levels; the clean image, and no success, where none could
+    be kept.
 
     ``judge(task, images)`` says which images meet the goal.
     """

@@ -1,12 +1,15 @@
-r"""The smallest radius at which an attack succeeds, per image: the whole accuracy-versus-eps curve from one run.
+r"""The smallest radius at which an attack succeeds, per image: the whole accuracy-versus-eps curve
+from one run.
 
-An example found at some radius is first pulled back towards its image: the ball is star-shaped around ``x``, and
-``x + s (z - x)`` has a distance of at most ``s`` times that of ``z``, so the smallest ``s`` that still fools the model,
-found with forward passes alone, is a smaller radius with its own proof. Then the interval between the largest radius
-at which the attack failed and the smallest proved one is halved, for all images at once, each at its own radius.
+An example found at some radius is first pulled back towards its image: the ball is star-shaped
+around ``x``, and ``x + s (z - x)`` has a distance of at most ``s`` times that of ``z``, so the
+smallest ``s`` that still fools the model, found with forward passes alone, is a smaller radius with
+its own proof. Then the interval between the largest radius at which the attack failed and the
+smallest proved one is halved, for all images at once, each at its own radius.
 
-Success is not monotone in ``eps`` for a heuristic attack, so ``radius`` is an upper bound of the smallest radius (with
-an example to show), and ``failed`` the largest radius below it without an example.
+Success is not monotone in ``eps`` for a heuristic attack, so ``radius`` is an upper bound of the
+smallest radius (with an example to show), and ``failed`` the largest radius below it without an
+example.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ class MinimalRadius(Summarised):
     """The smallest radius found per image, in the order of the images.
 
     Attributes:
-        radius: smallest radius with an example, in the unit of ``eps``, float64; 0 where the clean image is already
-            wrong, ``inf`` where nothing was found up to ``hi``.
+        radius: smallest radius with an example, in the unit of ``eps``, float64; 0 where the clean
+            image is already wrong, ``inf`` where nothing was found up to ``hi``.
         failed: largest radius below it at which the attack failed.
         images: the example at ``radius``, or the clean image.
         success: whether there is one.
@@ -57,7 +60,8 @@ class MinimalRadius(Summarised):
         return shown
 
     def accuracy_at(self, eps: float) -> float:
-        """The share of images without an example at a radius up to ``eps``. Meaningful up to the search's ``hi``."""
+        """The share of images without an example at a radius up to ``eps``. Meaningful up to the
+        search's ``hi``."""
         return float((self.radius > eps).double().mean()) if self.radius.numel() else 1.0
 
 
@@ -132,7 +136,8 @@ def minimal_radius(
 
 
 def _pull_back(task: Task, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest success on the segment from ``z`` to its image, by bisection, and its share of the way."""
+    """The nearest success on the segment from ``z`` to its image, by bisection, and its share of
+    the way."""
     x = task.x
     low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     high, best = torch.ones_like(low), z

@@ -6,16 +6,19 @@ name                    untargeted (true class y)                      targeted 
 ``"cross-entropy"``     :math:`\log\sum_{k \ne y} e^{o_k} - o_y`       :math:`o_t - \log\sum_{k \ne t} e^{o_k}`
 ``"margin"``            :math:`\max_{k \ne y} o_k - o_y`               :math:`o_t - \max_{k \ne t} o_k`
 ``"dlr"``               margin / :math:`(o_{(1)} - o_{(3)})`           :math:`o_t - o_y` /
-                                                                       :math:`(o_{(1)} - (o_{(3)} + o_{(4)})/2)`
+                                                                       :math:`(o_{(1)} - (o_{(3)} +
+                                                                       o_{(4)})/2)`
 ``"runner-up-k"``       :math:`o_r - o_y`, r = k-th best wrong class   as ``"margin"``
                         of the clean image
 ======================  =============================================  ==========================================
 
-The cross-entropy is ``softplus`` of the first, with the same gradient up to a factor ``1 - p_y`` per image. For a
-confident model that factor is 0 in float32, and the gradient with it. Attacks normalise the gradient anyway, so they
-climb the form without the factor, and report the cross-entropy.
+The cross-entropy is ``softplus`` of the first, with the same gradient up to a factor ``1 - p_y``
+per image. For a confident model that factor is 0 in float32, and the gradient with it. Attacks
+normalise the gradient anyway, so they climb the form without the factor, and report the
+cross-entropy.
 
-A user's own objective is any callable ``(logits, y, target) -> (B,)`` with ``target`` ``None`` in untargeted attacks.
+A user's own objective is any callable ``(logits, y, target) -> (B,)`` with ``target`` ``None`` in
+untargeted attacks.
 """
 
 from __future__ import annotations
@@ -51,14 +54,16 @@ def cross_entropy(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Te
 
 
 def margin(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
-    """How far the best wrong class is above ``y``; targeted: ``target`` above the best other one."""
+    """How far the best wrong class is above ``y``; targeted: ``target`` above the best other
+    one."""
     if target is not None:
         return _at(logits, target) - _others(logits, target).amax(1)
     return _others(logits, y).amax(1) - _at(logits, y)
 
 
 def dlr(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
-    """Difference of logits ratio: the margin in units of the spread of the largest logits, so invariant to their scale.
+    """Difference of logits ratio: the margin in units of the spread of the largest logits, so
+    invariant to their scale.
 
     The formula needs three classes, four if targeted; with fewer this is the margin.
     """
@@ -75,7 +80,8 @@ def dlr(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The margin of one fixed wrong class over ``y``: the ``rank``-th most likely one on the clean image."""
+    """The margin of one fixed wrong class over ``y``: the ``rank``-th most likely one on the clean
+    image."""
 
     rank: int = 1
 
@@ -110,7 +116,8 @@ def find(objective: str | Objective) -> Objective:
 
 
 def report(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:
-    """The value to show for a score: the cross-entropy of ``y`` (minus that of the target) instead of its log-odds."""
+    """The value to show for a score: the cross-entropy of ``y`` (minus that of the target) instead
+    of its log-odds."""
     if objective is not cross_entropy:
         return value
     return -F.softplus(-value) if targeted else F.softplus(value)

@@ -4,9 +4,10 @@ r"""Projected gradient ascent: a steepest step, then the nearest point of the ba
     w = \arg\max_{\|w - z\| \le \alpha} \langle \nabla \ell(z), w \rangle, \qquad
     z \leftarrow \mathrm{proj}_{B(x, \epsilon)}(w)
 
-The norm of the step is a choice: ``"linf"`` gives ``z + alpha * sign(g)``, ``"l2"`` gives ``z + alpha * g / |g|_2``,
-and ``"wasserstein"`` moves to the farthest point of the ball of radius ``alpha`` around ``z`` itself (the paper's
-conjugate). On a :class:`~wball.LinfBall` the first is the basic iterative method.
+The norm of the step is a choice: ``"linf"`` gives ``z + alpha * sign(g)``, ``"l2"`` gives ``z +
+alpha * g / |g|_2``, and ``"wasserstein"`` moves to the farthest point of the ball of radius
+``alpha`` around ``z`` itself (the paper's conjugate). On a :class:`~wball.LinfBall` the first is
+the basic iterative method.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ Step = Literal["linf", "l2", "wasserstein"]
 
 @dataclass(frozen=True)
 class GrowingRadius:
-    """``eps * factor^(step // every)``: a radius that grows while an image survives, as in the paper.
+    """``eps * factor^(step // every)``: a radius that grows while an image survives, as in the
+    paper.
 
-    The result's ``radius`` is the one at which each image was broken, so that one run gives the whole curve
-    (:meth:`~wball.AttackResult.accuracy_at`).
+    The result's ``radius`` is the one at which each image was broken, so that one run gives the
+    whole curve (:meth:`~wball.AttackResult.accuracy_at`).
 
     >>> GrowingRadius(factor=1.1, every=10).at(0.3, step=20)
     0.363...
@@ -64,7 +66,8 @@ class GrowingRadius:
 
 @dataclass
 class _Projected(State):
-    """The radius at the start, the fused projection where a kernel has it, and the duals of the last exact one."""
+    """The radius at the start, the fused projection where a kernel has it, and the duals of the
+    last exact one."""
 
     eps: float | Tensor = field(kw_only=True)
     fused: EntropicProjection | None = field(kw_only=True)
@@ -77,14 +80,15 @@ class PGD(GradientAttack):
 
     Attributes:
         steps: gradient steps.
-        step_size: ``alpha``: in pixel values for ``"linf"`` and ``"l2"``, in the unit of ``eps`` for ``"wasserstein"``.
-            ``None`` takes ``2.5 * eps / steps`` on a ``LinfBall``, 0.1 otherwise.
+        step_size: ``alpha``: in pixel values for ``"linf"`` and ``"l2"``, in the unit of ``eps``
+            for ``"wasserstein"``. ``None`` takes ``2.5 * eps / steps`` on a ``LinfBall``, 0.1
+            otherwise.
         step: the norm of the step.
         reg: the paper's lambda, for the projection and the Wasserstein step; ``inf`` is exact.
         random_start: start at a random point of the ball.
         growth: let the radius grow from ``ball.eps``; ``None`` keeps it.
-        mode: ``"paper"`` projects by the original procedure, which clamps and so leaves every ball: ``distance`` is
-            then ``nan``. Only for comparison.
+        mode: ``"paper"`` projects by the original procedure, which clamps and so leaves every ball:
+            ``distance`` is then ``nan``. Only for comparison.
         tol: tolerance of the projection.
         max_iter: iterations of the projection.
     """
@@ -131,10 +135,12 @@ class PGD(GradientAttack):
         p: float | None = None,
         **changes: Any,
     ) -> PGD:
-        """The attack of the 2019 paper, threat model and all: sign steps of 0.1 and a growing radius.
+        """The attack of the 2019 paper, threat model and all: sign steps of 0.1 and a growing
+        radius.
 
-        MNIST grows by 1.1 every 10 of 200 steps with lambda 1000; CIFAR-10 starts at 0.001 and grows by 1.17 every 10
-        of 400 steps with lambda 3000. The paper's text and its published scripts disagree about the rest:
+        MNIST grows by 1.1 every 10 of 200 steps with lambda 1000; CIFAR-10 starts at 0.001 and
+        grows by 1.17 every 10 of 400 steps with lambda 3000. The paper's text and its published
+        scripts disagree about the rest:
 
         ==========  =====================  ======  =======================
         source      cost of a move         window  first radius (MNIST)
@@ -144,8 +150,9 @@ class PGD(GradientAttack):
         curves      its square, p = 2      5 x 5   0.3
         ==========  =====================  ======  =======================
 
-        ``"curves"`` comes closest to the paper's own figures on our models, and starts low enough to draw them.
-        ``docs/attacks.md`` has numbers. ``p`` and ``changes`` replace single settings.
+        ``"curves"`` comes closest to the paper's own figures on our models, and starts low enough
+        to draw them. ``docs/attacks.md`` has numbers. ``p`` and ``changes`` replace single
+        settings.
 
         >>> PGD.paper("mnist", "scripts").ball.cost
         GridCost(window=7, p=2.0)

@@ -17,7 +17,8 @@ from wball.result import joined_kernels
 
 
 class AttackStatus(Enum):
-    """How an attack ended for an image. The value is the explanation, with the remedy where there is one."""
+    """How an attack ended for an image. The value is the explanation, with the remedy where there
+    is one."""
 
     FOUND = "an adversarial example was found"
     ALREADY_WRONG = "the clean image already meets the goal: distance 0"
@@ -42,19 +43,21 @@ class AttackResult(Summarised):
     Attributes:
         images: per image the adversarial example, or the best attempt; always in the ball.
         success: whether ``images`` meets the goal (``argmax != y``, or ``argmax == target``).
-        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit of ``eps``, float64.
+        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit
+            of ``eps``, float64.
         loss: value of the objective at ``images`` (the cross-entropy, for that objective).
         n_steps: steps used, per image.
         status: how it ended, per image.
         radius: radius of the ball each image was found in (or the last one tried), float64.
         member: for ensembles, which attack found it (-1: none).
-        kernel: which implementation served the ball; several are joined by ``+``, and it is ``"none"`` where no step
-            was made.
-        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
-            ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
+        kernel: which implementation served the ball; several are joined by ``+``, and it is
+            ``"none"`` where no step was made.
+        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``)
+            and knows them: ``wball.audit(ball, x, result.images, plan=result.proof,
+            exact="needed")`` then has nothing to solve.
         queries: forward passes used, per image, by attacks that count them.
-        rising: whether the loss was still rising over the last steps, so that as many steps again may break the image,
-            by attacks that make steps.
+        rising: whether the loss was still rising over the last steps, so that as many steps again
+            may break the image, by attacks that make steps.
         findings: reasons to doubt the robust accuracy, from attacks that look for them.
     """
 
@@ -97,7 +100,8 @@ class AttackResult(Summarised):
         return self.accuracy_at(math.inf)
 
     def accuracy_at(self, eps: float) -> float:
-        """The share of images that no adversarial example was found for at a radius up to ``eps``."""
+        """The share of images that no adversarial example was found for at a radius up to
+        ``eps``."""
         if self.success.numel() == 0:
             return 1.0
         wrong = torch.tensor(

@@ -1,22 +1,27 @@
-r"""Score search: dual averaging on gradients estimated from forward passes, for models that hide theirs.
+r"""Score search: dual averaging on gradients estimated from forward passes, for models that hide
+theirs.
 
-Only scores are asked for. The model's Jacobian :math:`J` (of its most likely classes) is tracked by questions around
-the candidate ``z``, which may leave the ball; the candidate never does:
+Only scores are asked for. The model's Jacobian :math:`J` (of its most likely classes) is tracked by
+questions around the candidate ``z``, which may leave the ball; the candidate never does:
 
 .. math::
-    d_k = f(z + \sigma u_k) - f(z), \qquad J \leftarrow \arg\min \|J' - J\|_F \;\text{ s.t. }\; J' \sigma u_k = d_k,
+    d_k = f(z + \sigma u_k) - f(z), \qquad J \leftarrow \arg\min \|J' - J\|_F \;\text{ s.t. }\; J'
+    \sigma u_k = d_k,
 
-with random directions :math:`u_k` on the pixels that the ball can change. One more equation is free: what the last step
-did to the scores. Each step asks about a few directions only and keeps what it knew about all others, as quasi-Newton
-methods do: networks are almost linear over the length of a step, so after a few steps :math:`J` knows every direction,
-where an average of :math:`d_k u_k` would still be mostly noise. The objective's gradient is then exact in the scores,
+with random directions :math:`u_k` on the pixels that the ball can change. One more equation is
+free: what the last step did to the scores. Each step asks about a few directions only and keeps
+what it knew about all others, as quasi-Newton methods do: networks are almost linear over the
+length of a step, so after a few steps :math:`J` knows every direction, where an average of
+:math:`d_k u_k` would still be mostly noise. The objective's gradient is then exact in the scores,
 :math:`J^T \nabla \ell(f(z))`, and the step is that of :class:`~wball.DualAveraging`.
 
-An untargeted search spends half of its questions on the objective, and a quarter each on the margin of the second and
-third likeliest wrong class, from the clean image again: what is known of the model stays, and local optima do not.
+An untargeted search spends half of its questions on the objective, and a quarter each on the margin
+of the second and third likeliest wrong class, from the clean image again: what is known of the
+model stays, and local optima do not.
 
-Noise must be large enough to cross the steps of a model that rounds, and small enough for a model to be almost linear.
-Each image chooses between two sizes: the larger, if answers to the smaller say something else.
+Noise must be large enough to cross the steps of a model that rounds, and small enough for a model
+to be almost linear. Each image chooses between two sizes: the larger, if answers to the smaller say
+something else.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, plan_of_nothing
 from wball.attacks.dual_averaging import Potentials, normalised
-from wball.attacks.search import Search, reachable_pixels
+from wball.attacks.search import BlackBoxSearch, reachable_pixels
 from wball.batch import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
@@ -45,7 +50,8 @@ RIDGE = 1e-3
 MOST_CLASSES = 10
 """Number of Jacobian rows that are kept: the true class and the most likely others."""
 RESTARTS = {0.5: 2, 0.75: 3}
-"""After which share of the steps the search starts again, and at which wrong class it then aims, by rank."""
+"""After which share of the steps the search starts again, and at which wrong class it then aims, by
+rank."""
 AT_ONCE = 8192
 """Images in one forward pass."""
 
@@ -64,8 +70,9 @@ class _Tracked(Potentials):
 
 
 @dataclass(frozen=True)
-class ScoreSearch(Search):
-    """Black-box search by scores, on any ball; its settings are those of every search (:class:`Search`)."""
+class ScoreSearch(BlackBoxSearch):
+    """Black-box search by scores, on any ball; its settings are those of every search
+    (:class:`BlackBoxSearch`)."""
 
     @property
     def _looks(self) -> int:
@@ -167,7 +174,8 @@ class ScoreSearch(Search):
 
 
 def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
-    """The nearest Jacobian to ``(B, K, D)`` that explains changes ``(B, n, K)`` by moves ``(B, n, D)``."""
+    """The nearest Jacobian to ``(B, K, D)`` that explains changes ``(B, n, K)`` by moves ``(B, n,
+    D)``."""
     length = moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(moved.dtype).tiny)
     moved, changed = moved / length, (changed / length).nan_to_num(0.0, 0.0, 0.0)
     wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)

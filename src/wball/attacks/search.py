@@ -14,7 +14,7 @@ from wball.ball import Ball
 
 
 @dataclass(frozen=True)
-class Search(GradientAttack):
+class BlackBoxSearch(GradientAttack):
     """A search by forward passes alone, on any ball. ``result.queries`` counts them per image.
 
     Attributes:

@@ -1,24 +1,30 @@
-"""Gradients where a model hides them: the values stay the model's own, the gradients come from elsewhere.
+"""Gradients where a model hides them: the values stay the model's own, the gradients come from
+elsewhere.
 
-:class:`StandIns` runs the model with a smooth stand-in for every operation without a useful gradient,
+:class:`StandIns` runs the model with a smooth stand-in for every operation without a useful
+gradient,
 
 .. math:: f(x) + (s(x) - \\mathrm{const}(s(x))),
 
-whose value is that of ``f`` and whose gradient is that of ``s`` (backward pass differentiable approximation,
-BPDA; Athalye, Carlini, Wagner 2018):
+whose value is that of ``f`` and whose gradient is that of ``s`` (backward pass differentiable
+approximation, BPDA; Athalye, Carlini, Wagner 2018):
 
-- rounding, signs and ``detach`` pass the gradient on unchanged, and saturating functions with a least slope;
-- a comparison of ``a`` and ``b`` has the gradient of ``a - b`` or ``b - a``, whichever it rises with;
-- any other result without a gradient (of a cast, a table, bits, buckets) has that of the argument of its shape
-  that it rises or falls with;
-- a tensor that looks like an image whose gradient was lost (in NumPy, in a code) has the gradient of that image.
+- rounding, signs and ``detach`` pass the gradient on unchanged, and saturating functions with a
+  least slope;
+- a comparison of ``a`` and ``b`` has the gradient of ``a - b`` or ``b - a``, whichever it rises
+  with;
+- any other result without a gradient (of a cast, a table, bits, buckets) has that of the argument
+  of its shape that it rises or falls with;
+- a tensor that looks like an image whose gradient was lost (in NumPy, in a code) has the gradient
+  of that image.
 
-Results that cannot carry a gradient (booleans, integers) carry their stand-in as a shadow. ``no_grad`` and
-inference mode are lifted. Outputs that saturate, or that only name a class, are replaced by the scores before
-the softmax or argmax; where several networks vote, by the mean of theirs. The class stays the model's own.
+Results that cannot carry a gradient (booleans, integers) carry their stand-in as a shadow.
+``no_grad`` and inference mode are lifted. Outputs that saturate, or that only name a class, are
+replaced by the scores before the softmax or argmax; where several networks vote, by the mean of
+theirs. The class stays the model's own.
 
-Operations are intercepted where Python calls torch. :class:`Tapped` and :class:`Smoothed` serve the rest:
-scripted modules, an ``autograd.Function`` of the model, shattered gradients.
+Operations are intercepted where Python calls torch. :class:`Tapped` and :class:`Smoothed` serve the
+rest: scripted modules, an ``autograd.Function`` of the model, shattered gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +52,8 @@ ALIKE = 0.5
 TIED = 1e-5
 """Scores that differ by less, relative to the largest, may change places by rounding."""
 TAPS = 4
-"""Inner places that are tried, nearest to the output first: there all of a mask lies before them."""
+"""Inner places that are tried, nearest to the output first: there all of a mask lies before
+them."""
 DRAWS = 8
 """Noisy copies that a gradient is averaged over."""
 SHADOW = "_wball_shadow"
@@ -70,7 +77,8 @@ CHOOSE_CLASS = SATURATING | OUTSIDE | _named(
     "softmax", "log_softmax", "argmax", "max", "argsort", "sort", "topk", "exp", "round",
     "pow", "__pow__", "square", "relu", "softplus", "sqrt",
 )  # fmt: skip
-"""Functions of scores at the end of a model that saturate, choose a class, or change the scale of scores."""
+"""Functions of scores at the end of a model that saturate, choose a class, or change the scale of
+scores."""
 IN_PLACE: dict[Function, Function] = {
     getattr(Tensor, name + "_"): getattr(Tensor, name)
     for name in (*FLAT_NAMES, *SATURATING_NAMES)
@@ -109,7 +117,8 @@ def _followed(value: Any) -> bool:
 
 
 def _correlation(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The correlation of two tensors, and the slope of the line that predicts the first from the second."""
+    """The correlation of two tensors, and the slope of the line that predicts the first from the
+    second."""
     pair = torch.stack([part.detach().flatten().double() for part in (a, b)])
     pair = pair - pair.mean(1, keepdim=True)
     (one, product), (_, two) = (pair @ pair.T).tolist()
@@ -117,7 +126,8 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 class _Mode(TorchFunctionMode):
-    """Intercepts calls of torch. ``scores`` are what classes may have been chosen by, first to last."""
+    """Intercepts calls of torch. ``scores`` are what classes may have been chosen by, first to
+    last."""
 
     def __init__(self, image: Tensor, gradients: bool) -> None:
         super().__init__()
@@ -192,7 +202,8 @@ def _stand_in(
 
 
 def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """A result without a gradient, with that of the argument of its shape that it rises or falls with."""
+    """A result without a gradient, with that of the argument of its shape that it rises or falls
+    with."""
     for source in _tensors(args) if value.numel() > 1 else ():
         shadow = _shadow(source)
         if shadow.requires_grad and shadow.shape == value.shape:
@@ -272,7 +283,8 @@ def _implies(scores: Tensor, later: Tensor) -> bool:
 
 
 def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
-    """The scores, raised by a constant at the class of the logits where that is not the largest score."""
+    """The scores, raised by a constant at the class of the logits where that is not the largest
+    score."""
     own, fixed = logits.argmax(1, keepdim=True), scores.detach()
     top = fixed.amax(1, keepdim=True)
     above = torch.nextafter(top, torch.full_like(top, torch.inf)) - fixed.gather(1, own)
@@ -281,7 +293,8 @@ def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
 
 
 class Smoothed:
-    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box.
+    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of
+    the box.
 
     ``draws`` is the source of the noise.
     """
@@ -309,7 +322,8 @@ class Smoothed:
 
 
 class _AtPlace(torch.autograd.Function):
-    """Forward, the scores of a model; backward, their gradient at an inner place as that of the image."""
+    """Forward, the scores of a model; backward, their gradient at an inner place as that of the
+    image."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, model: Model, number: int) -> Tensor:
@@ -332,8 +346,8 @@ class _AtPlace(torch.autograd.Function):
 class Tapped:
     """``model`` with the gradient at its ``number``-th inner place that has the shape of the image.
 
-    Everything before that place (an ``autograd.Function`` of the model, a scripted module, an oscillating
-    transformation, a division by zero) is treated as the identity, as in BPDA.
+    Everything before that place (an ``autograd.Function`` of the model, a scripted module, an
+    oscillating transformation, a division by zero) is treated as the identity, as in BPDA.
     """
 
     def __init__(self, model: Model, number: int) -> None:
@@ -347,7 +361,8 @@ class Tapped:
 
 
 def inner_places(scores: Tensor, x: Tensor) -> list[GradientEdge]:
-    """Edges of the graph whose gradient has the shape of ``x``, nearest to the scores first; not ``x`` itself."""
+    """Edges of the graph whose gradient has the shape of ``x``, nearest to the scores first; not
+    ``x`` itself."""
     found: list[GradientEdge] = []
     layer = [] if scores.grad_fn is None else [scores.grad_fn]
     seen = set(layer)

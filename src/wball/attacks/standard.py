@@ -1,8 +1,9 @@
-"""StandardAttack: a fixed ensemble without parameters, so that numbers from different papers compare.
+"""StandardAttack: a fixed ensemble without parameters, so that numbers from different papers
+compare.
 
-Each member attacks only the images that survived those before it. The members differ mainly in their
-objective, because local optima depend on it most: an image that survives a hundred steps of the margin
-is often broken at once by an attack on its second or third likeliest class.
+Each member attacks only the images that survived those before it. The members differ mainly in
+their objective, because local optima depend on it most: an image that survives a hundred steps of
+the margin is often broken at once by an attack on its second or third likeliest class.
 
 ``"standard"`` (cite as *wball StandardAttack, standard, version 3*)
 
@@ -33,21 +34,25 @@ member   objective      step size  steps  remarks
 23       none                             best attempts, rounded to 8 bits
 =======  =============  =========  =====  ===========================================
 
-- *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained against
-  small changes of every pixel are flat around an image.
-- *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising.
-- Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
-  without plans. Member 22 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
-  return labels only. Member 23 runs if the images are 8-bit images: a model may be weak only there.
+- *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained
+  against small changes of every pixel are flat around an image.
+- *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was
+  still rising.
+- Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
+  balls without plans. Member 22 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch`
+  for models that return labels only. Member 23 runs if the images are 8-bit images: a model may be
+  weak only there.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
-All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own gradients
-are of no use, the search has 5,000 forward passes. Random models are averaged, and the majority of 15 answers
-decides. If an example has a tiny margin (:data:`CLEARLY`), the next members search for a clearer one; otherwise
-it counts if it is also an example in batches of other sizes. ``result.findings`` lists what the views and the
-control experiments (:mod:`wball.attacks.control`) say about the numbers.
+All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own
+gradients are of no use, the search has 5,000 forward passes. Random models are averaged, and the
+majority of 15 answers decides. If an example has a tiny margin (:data:`CLEARLY`), the next members
+search for a clearer one; otherwise it counts if it is also an example in batches of other sizes.
+``result.findings`` lists what the views and the control experiments (:mod:`wball.attacks.control`)
+say about the numbers.
 
-``"fast"`` is a quick look: cross-entropy, margin, runner-up-2 and runner-up-3 with 30 steps of 6 -> 0 each.
+``"fast"`` is a quick look: cross-entropy, margin, runner-up-2 and runner-up-3 with 30 steps of 6 ->
+0 each.
 """
 
 from __future__ import annotations
@@ -83,8 +88,8 @@ VERSION = 3
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the search: with useful gradients, and without."""
 CLEARLY = 1e-3
-"""Margin of a clear example, relative to the logits. In a batch of another size sums are added in another
-order, so that an example with a smaller margin may be none there."""
+"""Margin of a clear example, relative to the logits. In a batch of another size sums are added in
+another order, so that an example with a smaller margin may be none there."""
 NEAR = 0.1
 """An attempt is almost an example if its margin is below this share of the clean image's."""
 
@@ -102,7 +107,8 @@ class _Member:
 
     @property
     def steady(self) -> bool:
-        """Whether the last of many steps are as long as the first: they tell whether more would help."""
+        """Whether the last of many steps are as long as the first: they tell whether more would
+        help."""
         return self.decay == 0 and self.steps >= 100
 
     @property
@@ -174,9 +180,9 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
 class StandardAttack(Attack):
     """The ensemble of the given version; see the module for its members.
 
-    ``result.member`` is the member (from 0) that broke each image, -1 if none did. ``result.loss`` is the
-    cross-entropy of the true class (minus that of the target). Images that survived come with the attempt of
-    highest loss.
+    ``result.member`` is the member (from 0) that broke each image, -1 if none did. ``result.loss``
+    is the cross-entropy of the true class (minus that of the target). Images that survived come
+    with the attempt of highest loss.
 
     Attributes:
         version: ``"standard"`` or ``"fast"``.
@@ -238,7 +244,8 @@ class StandardAttack(Attack):
             warnings.warn(message, checks.ModelWarning, stacklevel=3)
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
-        """The attack with its view of the model, for several calls on one model, as at several radii."""
+        """The attack with its view of the model, for several calls on one model, as at several
+        radii."""
         if self.view is not None:
             return self
         first, labels = x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()
@@ -389,7 +396,8 @@ class _Ensemble:
 
 
 def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor, Tensor]:
-    """A member's result, judged on the model itself, with its margin and which successes are clear."""
+    """A member's result, judged on the model itself, with its margin and which successes are
+    clear."""
     with torch.no_grad():
         logits = ask(view.model, found.images)
     score = objectives.cross_entropy(logits, task.y, task.target)

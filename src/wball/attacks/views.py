@@ -1,9 +1,9 @@
 """How an attack looks at a model: logarithms, scales, averages, stand-ins and detours.
 
-:func:`best_view` compares what the gradient of a model predicts with what the model does when images are
-changed a little. If the gradient predicts little (zero, saturated, shattered, cut off), the candidates of
-:mod:`wball.attacks.stand_ins` are tried, and the one that predicts best is used. Success is always judged on
-the model itself.
+:func:`best_view` compares what the gradient of a model predicts with what the model does when
+images are changed a little. If the gradient predicts little (zero, saturated, shattered, cut off),
+the candidates of :mod:`wball.attacks.stand_ins` are tried, and the one that predicts best is used.
+Success is always judged on the model itself.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ LOOKED_AT = 32
 DIRECTIONS = 16
 """Random changes of each of them."""
 SHAKEN = (0.02, 0.1, 0.3)
-"""Sizes of the changes, in pixel values: small for smooth models, large enough to cross a threshold."""
+"""Sizes of the changes, in pixel values: small for smooth models, large enough to cross a
+threshold."""
 USEFUL, MOST = 0.3, 0.6
-"""Cosine of predicted and measured changes above which an image's gradient is useful, and the share of images
-for which it must be. Useless gradients pass on a third of the images."""
+"""Cosine of predicted and measured changes above which an image's gradient is useful, and the share
+of images for which it must be. Useless gradients pass on a third of the images."""
 CLEAR, CLEAR_IF_RANDOM, WORTH, WORTH_IF_CLEAR = 0.8, 0.5, 0.1, 0.02
-"""Mean cosine above which no detours are tried (0.85 to 0.99 on networks without a mask), and by how much
-another view must be better; less for stand-ins of clear gradients, which differ only where a part of the model
-has no gradient."""
+"""Mean cosine above which no detours are tried (0.85 to 0.99 on networks without a mask), and by
+how much another view must be better; less for stand-ins of clear gradients, which differ only where
+a part of the model has no gradient."""
 CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of models that cannot run where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
@@ -67,7 +68,8 @@ def _averaged(model: Model, x: Tensor) -> Tensor:
 def _scaled(model: Model, outputs: Tensor) -> Model:
     """The model with logits of the usual spread, by its ``outputs``.
 
-    The cross-entropy is flat where logits hardly differ, and a margin where they differ by thousands.
+    The cross-entropy is flat where logits hardly differ, and a margin where they differ by
+    thousands.
     """
     wide = outputs.amax(1) - outputs.amin(1)
     middle = float(wide.double().median()) if len(wide) else math.nan
@@ -119,7 +121,8 @@ def are_labels(outputs: Tensor) -> bool:
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
-    """The view of a model that is ready for an attack, from the first images that it classifies correctly."""
+    """The view of a model that is ready for an attack, from the first images that it classifies
+    correctly."""
     first = x[:LOOKED_AT]
     with torch.no_grad():
         outputs = ask(model, first)
@@ -171,7 +174,8 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
-    """Every other image at a point of its ball, as in an attack: there pixels are neither black nor white."""
+    """Every other image at a point of its ball, as in an attack: there pixels are neither black nor
+    white."""
     if x.shape[0] == 0:
         return x
     points = ball.oracle(x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
@@ -199,8 +203,8 @@ def _others(open_model: StandIns, one: Tensor, box: tuple[float, float] | None) 
 def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
     """How well each image's gradient predicts the effect of random changes; 1 for no images.
 
-    This is the cosine of predicted and measured changes of the objective, at the size of changes that the
-    gradient predicts best.
+    This is the cosine of predicted and measured changes of the objective, at the size of changes
+    that the gradient predicts best.
     """
     if x.shape[0] == 0:
         return x.new_ones(1)
@@ -226,7 +230,8 @@ def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each image's changes ``(DIRECTIONS, B)`` without their means, whatever their scale."""
+    """Cosine of each image's changes ``(DIRECTIONS, B)`` without their means, whatever their
+    scale."""
     scaled = []
     for change in (a.double(), b.double()):
         centred = change - change.mean(0)

@@ -1,10 +1,12 @@
 """ART: any attack of this library as an ``EvasionAttack`` on an ART estimator.
 
     from wball.attacks.adapters.art import ArtAttack
-    adversarial = ArtAttack(classifier, wball.StandardAttack(wball.WassersteinBall(0.1))).generate(x, y)
+    attack = wball.StandardAttack(wball.WassersteinBall(0.1))
+    adversarial = ArtAttack(classifier, attack).generate(x, y)
 
-A ``PyTorchClassifier`` is differentiated by PyTorch through its preprocessing. Any other estimator with class gradients
-(TensorFlow, scikit-learn, ...) is differentiated by its own ``class_gradient``, at the price of one gradient per class.
+A ``PyTorchClassifier`` is differentiated by PyTorch through its preprocessing. Any other estimator
+with class gradients (TensorFlow, scikit-learn, ...) is differentiated by its own
+``class_gradient``, at the price of one gradient per class.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class ArtAttack(EvasionAttack):
     def generate(self, x: Array, y: Array | None = None, **kwargs: Any) -> Array:
         """Adversarial examples for images ``x``, an NCHW array in the ball's box.
 
-        ``y`` holds class indices or one-hot rows: true labels, or the targets if ``targeted``. Without it an untargeted
-        attack takes the estimator's own predictions for the truth, as ART's attacks do.
+        ``y`` holds class indices or one-hot rows: true labels, or the targets if ``targeted``.
+        Without it an untargeted attack takes the estimator's own predictions for the truth, as
+        ART's attacks do.
         """
         if y is None and self.targeted:
             raise ValueError("y must hold the target classes of a targeted attack")
@@ -104,7 +107,8 @@ class _PyTorch(nn.Module):
 
 
 class _ByClassGradient(nn.Module):
-    """An estimator of another framework, with ``sum_k v_k * class_gradient_k`` for its backward pass."""
+    """An estimator of another framework, with ``sum_k v_k * class_gradient_k`` for its backward
+    pass."""
 
     def __init__(self, estimator: Any) -> None:
         super().__init__()

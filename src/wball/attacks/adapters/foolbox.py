@@ -4,8 +4,9 @@
     attack = FoolboxAttack(wball.DualAveraging(wball.WassersteinBall(0.1)))
     raw, clipped, success = attack(fmodel, images, labels, epsilons=[0.05, 0.1, 0.2])
 
-``epsilons`` are radii of the attack's ball, in its unit; ``None`` keeps the ball's own. foolbox clips to an l-p norm
-what its attacks return; here nothing needs clipping, so ``clipped`` is ``raw``.
+``epsilons`` are radii of the attack's ball, in its unit; ``None`` keeps the ball's own. foolbox
+clips to an l-p norm what its attacks return; here nothing needs clipping, so ``clipped`` is
+``raw``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class FoolboxAttack(FoolboxBase):
         self.results: list[AttackResult] = []
 
     def repeat(self, times: int) -> FoolboxAttack:
-        """The attack run ``times`` times with different seeds, for those that start at random; successes are kept."""
+        """The attack run ``times`` times with different seeds, for those that start at random;
+        successes are kept."""
         return FoolboxAttack(self.attack, self.times * times, self.seed)
 
     def __call__(

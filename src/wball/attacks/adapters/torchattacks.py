@@ -1,4 +1,5 @@
-"""``atk = TorchAttack(model, attack); adversarial = atk(images, labels)``: the call that torchattacks made common."""
+"""``atk = TorchAttack(model, attack); adversarial = atk(images, labels)``: the call that
+torchattacks made common."""
 
 from __future__ import annotations
 

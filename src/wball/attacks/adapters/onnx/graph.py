@@ -13,7 +13,8 @@ from wball.attacks.adapters.onnx.table import TYPES, Node, read_node
 
 
 class OnnxGraph(nn.Module):
-    """The nodes of a graph. Weights become parameters; what depends on weights alone is computed once.
+    """The nodes of a graph. Weights become parameters; what depends on weights alone is computed
+    once.
 
     Raises ``ValueError`` that names every unsupported operator, attribute and type on the way to
     ``outputs``.

@@ -1,8 +1,9 @@
 """ONNX files as classifiers: images ``(B, C, H, W)`` in, logits out.
 
-Exporters write graphs that differ at both ends: some take images as ``(B, H, W, C)``, some one image at a time, some
-end in a softmax or have outputs beside the logits. In between the graph is run by :class:`OnnxModel` (PyTorch, with
-gradients) or by :class:`ForwardOnly` (ONNX Runtime, without).
+Exporters write graphs that differ at both ends: some take images as ``(B, H, W, C)``, some one
+image at a time, some end in a softmax or have outputs beside the logits. In between the graph is
+run by :class:`OnnxModel` (PyTorch, with gradients) or by :class:`ForwardOnly` (ONNX Runtime,
+without).
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ Layout = Literal["NCHW", "NHWC"]
 Engine = Literal["auto", "torch", "onnxruntime"]
 
 OLDEST, NEWEST = 13, 28
-"""Supported operator sets. Older files are converted to the oldest; newer ones have not been tested."""
+"""Supported operator sets. Older files are converted to the oldest; newer ones have not been
+tested."""
 CHANNELS = (1, 3, 4)
-"""Numbers of channels that images have: they tell which axis of a fixed shape is that of the channels."""
+"""Numbers of channels that images have: they tell which axis of a fixed shape is that of the
+channels."""
 LOGITS = ("logits", "output", "scores", "probabilities", "probs")
 """Names of the output to take if there are several."""
 
@@ -46,9 +49,10 @@ def load(
 
     Args:
         path: the file.
-        engine: ``"torch"`` runs the graph with PyTorch, with gradients. ``"onnxruntime"`` runs it without
-            (black-box attacks only), with every operator that ONNX Runtime has. ``"auto"`` takes the first; if the
-            graph has unsupported operators and ONNX Runtime is installed, it warns and takes the second.
+        engine: ``"torch"`` runs the graph with PyTorch, with gradients. ``"onnxruntime"`` runs it
+            without (black-box attacks only), with every operator that ONNX Runtime has. ``"auto"``
+            takes the first; if the graph has unsupported operators and ONNX Runtime is installed,
+            it warns and takes the second.
         layout: axes of the graph's input; ``None`` infers them from its shape.
         output: name of the output with the logits, if there are several.
 
@@ -111,7 +115,8 @@ class Ends:
 
 
 def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None) -> Ends:
-    """The input that takes images and the output that gives logits, or a ``ValueError`` that says what is unclear."""
+    """The input that takes images and the output that gives logits, or a ``ValueError`` that says
+    what is unclear."""
     if layout is not None:
         check_choice("layout", layout, ("NCHW", "NHWC"))
     weights = {w.name for w in graph.initializer}
@@ -246,9 +251,10 @@ class OnnxModel(_Classifier):
 
     @torch.no_grad()
     def _free_batch(self) -> None:
-        """Let a graph exported for a fixed batch size take any batch size, if its outputs show that it can.
+        """Let a graph exported for a fixed batch size take any batch size, if its outputs show that
+        it can.
 
-        What stands in the way is often a shape that was written down as a number: those of ``Reshape`` are freed.
+        A shape that was written down as a number often prevents it: those of ``Reshape`` are freed.
         """
         batch, shape = self.ends.batch, [size for size in self.ends.shape if size is not None]
         if batch is None or len(shape) < len(self.ends.shape):
@@ -275,7 +281,8 @@ class OnnxModel(_Classifier):
 
 
 class ForwardOnly(_Classifier):
-    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box attacks serve."""
+    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box
+    attacks serve."""
 
     fingerprint: Tensor
 

@@ -1,8 +1,9 @@
 """The table of ONNX operators: PyTorch functions by the name of the operator.
 
-An operator is a function of its inputs. Its keyword-only parameters are the attributes it understands; a node with
-any other attribute computes something else, so the graph is refused. Defaults come from the ONNX project's own
-definitions. The keyword ``count`` is not an attribute but the number of outputs.
+An operator is a function of its inputs. Its keyword-only parameters are the attributes it
+understands; a node with any other attribute computes something else, so the graph is refused.
+Defaults come from the ONNX project's own definitions. The keyword ``count`` is not an attribute but
+the number of outputs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Node:
 
     Attributes:
         kind: name of the operator.
-        attributes: keywords of its function; ``None`` for an attribute without a value and a default.
+        attributes: keywords of its function; ``None`` for an attribute without a value and a
+            default.
         inputs: names of the values it reads; empty for those left out.
         outputs: names of the values it writes.
     """
