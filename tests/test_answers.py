@@ -210,3 +210,13 @@ def test_quantised_models_are_attacked_without_gradients() -> None:
     assert bool(result.success.all()) and not bool(result.n_steps.isnan().any())
     assert wball.audit(attack.ball, x, result.images).all_valid
     assert torch.equal(net(result.images).argmax(1) != y, result.success)
+
+
+def test_small_logits_are_not_taken_for_probabilities() -> None:
+    x = torch.rand(12, 1, 6, 6)
+
+    def unbounded(z: Tensor) -> Tensor:
+        return 0.01 * z.flatten(1).sum(1) + 0.2
+
+    assert bool((unbounded(x) > 0).all() and (unbounded(x) < 1).all())
+    torch.testing.assert_close(ask(unbounded, x)[:, 1], unbounded(x))

@@ -12,6 +12,13 @@ from wball import demo
 from wball.evaluation import Evaluation, evaluate, load_evaluation
 
 
+def test_demo_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, said in (("--images 0", "at least 1"), ("--models mnist", "mnist-standard")):
+        with pytest.raises(SystemExit) as ended:
+            demo.main(line.split())
+        assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jinja2")

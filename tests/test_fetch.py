@@ -79,20 +79,6 @@ def test_two_processes_fetch_a_set_once(tmp_path: Path, server: Server) -> None:
     assert load_dataset("mnist", tmp_path, "train")[0].shape == (50, 1, 28, 28)
 
 
-def test_what_is_there_needs_no_disk_that_can_be_written_to(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = mnist_source(server)
-    wball.download("mnist", tmp_path, source=source)
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    monkeypatch.setattr(fetch, "locked", read_only)
-    assert wball.download("mnist", tmp_path, source=source) == tmp_path / "mnist"
-
-
 @pytest.mark.parametrize("ranges", [True, False])
 def test_broken_transfer_is_resumed(tmp_path: Path, server: Server, ranges: bool) -> None:
     source = mnist_source(server)
@@ -242,3 +228,17 @@ def test_known_sources_are_complete() -> None:
     for source in fetch.SOURCES.values():
         assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in source.files.values())
         assert all(mirror.startswith("http") and mirror.endswith("/") for mirror in source.mirrors)
+
+
+def test_what_is_there_needs_no_disk_that_can_be_written_to(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mnist_source(server)
+    wball.download("mnist", tmp_path, source=source)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(fetch, "locked", read_only)
+    assert wball.download("mnist", tmp_path, source=source) == tmp_path / "mnist"

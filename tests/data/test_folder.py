@@ -162,3 +162,16 @@ def test_hostile_images_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "a" / "1.png").write_bytes(content)
         with pytest.raises(ValueError, match=rf"1\.png cannot be read as an image.*{reason}"):
             load_folder(tmp_path)
+
+
+def test_folder_with_what_programs_leave_behind(tmp_path: Path) -> None:
+    for c in ("a", "b"):
+        save_image(tmp_path / c / "1.png", np.full((2, 2), 9, np.uint8))
+    (tmp_path / "a" / "._1.png").write_bytes(b"resource fork")
+    (tmp_path / "a" / "manual.pdf").write_bytes(
+        b"%PDF-1.4"
+    )  # Pillow writes such files and cannot read them
+    save_image(tmp_path / ".ipynb_checkpoints" / "1.png", np.zeros((2, 2), np.uint8))
+    (tmp_path / "__MACOSX" / "a").mkdir(parents=True)
+    x, y, classes = load_folder(tmp_path)
+    assert classes == ("a", "b") and y.tolist() == [0, 1] and len(x) == 2

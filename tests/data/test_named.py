@@ -142,3 +142,16 @@ def test_colour_sample_is_balanced_and_made_of_bytes() -> None:
     assert hashlib.sha256(content).hexdigest().startswith("d9b4e5c7ec7a3a2b")
     with pytest.raises(ValueError, match="only of mnist and cifar10"):
         load_sample("fashion-mnist")
+
+
+def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    write_mnist(tmp_path, "t10k")
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(6)))
+    with pytest.raises(ValueError, match=r"7 images, but .* 6 labels"):
+        load_dataset("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.full(7, 11)))
+    with pytest.raises(ValueError, match="label 11"):
+        load_dataset("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros((7, 1))))
+    with pytest.raises(ValueError, match="expected 3 and 1"):
+        load_dataset("mnist", tmp_path)

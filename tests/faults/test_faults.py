@@ -125,6 +125,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.slow  # test_resuming.py: one process per folder
 def test_two_processes_and_one_folder(tmp_path: Path, undisturbed: Path) -> None:
     first = start(worker.run, tmp_path, 0.02)
     until_begun(tmp_path, first)
@@ -133,6 +134,7 @@ def test_two_processes_and_one_folder(tmp_path: Path, undisturbed: Path) -> None
     assert same(tmp_path, undisturbed)
 
 
+@pytest.mark.slow  # test_resuming.py: files appear whole or not at all
 def test_a_disk_without_room(tmp_path: Path, undisturbed: Path) -> None:
     """Nothing fits, then the first files do, then all do: what was written stays good."""
     for limit in (200, 3000):

@@ -47,7 +47,9 @@ assert ball.support(x[:, :, ::4, ::4], torch.rand(2, 1, 7, 7)).point.isfinite().
 found = wball.DualAveraging(ball, steps=2)(model, x, y)
 report = wball.audit(ball, x[:1, :, 7:21, 7:21], ball.sample(x[:1, :, 7:21, 7:21]))
 assert report.all_valid
-wball.certify(model, x[:1], y[:1], wball.WassersteinBall(0.001))
+small = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(49, 3))
+few = x[:1, :, ::4, ::4]
+wball.certify(small, few, small(few).argmax(1), wball.WassersteinBall(0.001))
 print("fine")
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,11 @@ def test_wrong_paths_and_contents(tmp_path: Path) -> None:
         load_weights(mnist_cnn(), tmp_path / "w.pth")
     with pytest.raises(ValueError, match="safetensors"):
         save_weights(mnist_cnn(), tmp_path / "w.pth")
+
+
+def test_saved_file_is_readable_by_others(tmp_path: Path) -> None:
+    save_weights(mnist_cnn(), tmp_path / "w.safetensors")
+    (tmp_path / "plain").write_bytes(b"")
+    assert stat.S_IMODE(os.stat(tmp_path / "w.safetensors").st_mode) == stat.S_IMODE(
+        os.stat(tmp_path / "plain").st_mode
+    )

@@ -115,21 +115,6 @@ def test_a_clock_ends_the_run_with_the_learning_rate_down() -> None:
     assert result.history[-1]["lr"] < 0.03 < max(r["lr"] for r in result.history)
 
 
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
-    def stop(record: dict[str, object]) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("the second signal came too late")
-
-    with pytest.raises(KeyboardInterrupt, match="stopped at once"):
-        train(small_config(), small_data(), model=small_model(), out=tmp_path, on_epoch=stop)
-    plain, resumed = (
-        train(small_config(), small_data(), model=small_model(), out=out)
-        for out in (None, tmp_path)
-    )
-    assert torch.equal(weights(plain.model), weights(resumed.model))
-
-
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     data, seen = small_data(32), []
     first = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path)
@@ -359,3 +344,25 @@ MODEL, (X, Y) = small_model(), small_data(4)
 def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError, NotADirectoryError), match=message):
         make()
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal came too late")
+
+    with pytest.raises(KeyboardInterrupt, match="stopped at once"):
+        train(small_config(), small_data(), model=small_model(), out=tmp_path, on_epoch=stop)
+    plain, resumed = (
+        train(small_config(), small_data(), model=small_model(), out=out)
+        for out in (None, tmp_path)
+    )
+    assert torch.equal(weights(plain.model), weights(resumed.model))
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    for name in ("checkpoint.safetensors", "small.safetensors", "small.json"):
+        (tmp_path / f".{name}.123.part").write_bytes(b"half")
+    train(small_config(epochs=1, adversary=None), small_data(32), model=small_model(), out=tmp_path)
+    assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".*.part"))

@@ -17,7 +17,7 @@ import wball
 from server import Server
 from wball.cli import main
 from wball.fetch import DownloadError
-from wball.zoo.public import PublicModel, public_models
+from wball.zoo.public import PublicModel, models_folder, public_models
 
 PINNED = "0123456789abcdef0123456789abcdef01234567"
 
@@ -179,3 +179,13 @@ def test_the_index_is_pinned_and_complete() -> None:
         )
         assert entry.architecture in wball.architectures() and entry.licence and entry.authors
     assert public_models()["levine2020-mnist-flow-0.01"].noise == 0.01
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("WBALL_MODELS", raising=False)
+    assert models_folder() == tmp_path / "wball" / "models" and models_folder("here") == Path(
+        "here"
+    )
+    monkeypatch.setenv("WBALL_MODELS", "there")
+    assert models_folder() == Path("there") and models_folder("here") == Path("here")
