@@ -84,7 +84,7 @@ def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 # ---- arguments
 
 
-def test_average_pooling_with_a_divisor_of_its_own_is_refused() -> None:
+def test_average_pooling_with_a_negative_divisor_is_refused() -> None:
     refused(nn.Sequential(nn.AvgPool2d(2, 1, divisor_override=-4), dense(side=3)), "divisor")
 
 

@@ -269,14 +269,15 @@ class Call:
             count_include_pad=True,
             divisor_override=None,
         )
-        if settings["divisor_override"] is not None:
-            raise self.refuse("divisor_override")
+        divisor = settings["divisor_override"]
+        if divisor is not None and not divisor > 0:
+            raise self.refuse(f"divisor_override must be above 0, got {divisor}")
         kernel, padding = _pair(settings["kernel_size"]), _pair(settings["padding"])
         stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
         counted = settings["count_include_pad"] or padding == (0, 0)
         if settings["ceil_mode"] or not counted or len(self.shape) != 3:
             return self._generic()
-        channels, share = self.shape[0], 1.0 / math.prod(kernel)
+        channels, share = self.shape[0], 1.0 / (divisor or math.prod(kernel))
         mean = torch.full((channels, 1, *kernel), share, dtype=torch.float64, device=self.device)
         return Conv2d(
             self.name,
