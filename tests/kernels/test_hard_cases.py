@@ -33,8 +33,7 @@ from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem, Tolerance
 from wball.kernels.columns import Linear, Quadratic
-from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, narrowed
-from wball.kernels.entropic_plan.pull_back import pull_back
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, narrowed, pull_back
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.row_maximum import row_maximum

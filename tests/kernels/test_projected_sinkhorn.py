@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,39 +45,22 @@ class Case:
         w = x + self.step * torch.randn(self.shape, generator=torch.Generator().manual_seed(1))
         return x, w
 
-    def problem(
-        self, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: bool = False
-    ) -> Projection:
-        return problem(
-            self.ball, *(i.to(dtype) for i in self.images()), self.reg, tol, max_iter, factors
-        )
+    def problem(self, dtype: torch.dtype, tol: float, **options: Any) -> Projection:
+        return problem(self.ball, *(i.to(dtype) for i in self.images()), self.reg, tol, **options)
 
     def solve(
-        self,
-        kernel: str,
-        dtype: torch.dtype,
-        tol: float,
-        max_iter: int = 400,
-        factors: bool = False,
+        self, kernel: str, dtype: torch.dtype, tol: float, **options: Any
     ) -> ProjectedSinkhorn:
-        return solved(kernel, self.problem(dtype, tol, max_iter, factors))
+        return solved(kernel, self.problem(dtype, tol, **options))
 
 
 def problem(
-    ball: WassersteinBall,
-    x: Tensor,
-    w: Tensor,
-    reg: float,
-    tol: float,
-    max_iter: int = 400,
-    factors: bool = False,
+    ball: WassersteinBall, x: Tensor, w: Tensor, reg: float, tol: float, **options: Any
 ) -> Projection:
     x, w = x.to(DEVICE), w.to(DEVICE)
     tau = x.double().sum((1, 2, 3)) / reg
     moves, budget = ball.cost.arcs(*x.shape[2:], x), ball.budget(x)
-    return Projection(
-        x, w, budget, moves, ball.box, tau, tol=tol, max_iter=max_iter, factors=factors
-    )
+    return Projection(x, w, budget, moves, ball.box, tau, tol=tol, **{"max_iter": 400} | options)
 
 
 def solved(kernel: str, given: Projection) -> ProjectedSinkhorn:
@@ -109,44 +93,33 @@ TABLES = Case((1, 1, 65, 65), reg=30.0)
 """More than a program keeps on chip: there it passes over tables of moves."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_loops_and_the_reference_find_one_optimum(case: Case) -> None:
-    exact = case.solve("torch", torch.float64, 1e-6, 700)
-    ours = case.solve("cpu", torch.float64, 1e-6, 700)
-    near = torch.maximum(ours.allowed, 1.05 * exact.gap)
-    assert bool((ours.gap <= near).all()), "as near as the reference gets"
-    gaps = ours.gap.abs() + exact.gap.abs()
-    assert bool(((ours.objective - exact.objective).abs() <= gaps + 1e-12).all())
-    apart = (ours.z - exact.z).square().sum((1, 2, 3)).sqrt()
-    assert bool((apart <= (2 * ours.gap.abs()).sqrt() + (2 * exact.gap.abs()).sqrt() + 1e-12).all())
-
-
 @pytest.mark.parametrize(
-    ("kernel", "case"),
-    [("cpu", case) for case in CASES]
-    + [("triton", case) for case in SMALL[::2]]
+    ("kernel", "case", "tol"),
+    [("cpu", case, tol) for case in CASES for tol in (1e-6, 1e-4)]
+    + [("triton", case, 1e-3) for case in SMALL[::2]]
     + [
-        pytest.param("triton", case, marks=pytest.mark.slow)
+        pytest.param("triton", case, 1e-3, marks=pytest.mark.slow)
         for case in (SMALL[1], SMALL[3], TABLES)
     ],
     ids=str,
 )
-def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
-    tol = 1e-4 if kernel == "cpu" else 1e-3
-    exact = case.solve("torch", torch.float64, 1e-6, 5000)
-    single, ours = (case.solve(name, torch.float32, tol) for name in ("torch", kernel))
-    assert ours.z.dtype == ours.u.dtype == ours.psi.dtype == torch.float32
-    assert bool((ours.gap <= ours.allowed).all())
+def test_kernels_find_the_optimum_of_the_reference(kernel: str, case: Case, tol: float) -> None:
+    """At the smallest tolerance in float64, otherwise in float32."""
+    double = tol == 1e-6
+    dtype = torch.float64 if double else torch.float32
+    exact = case.solve("torch", torch.float64, 1e-6, max_iter=700 if double else 5000)
+    ours = case.solve(kernel, dtype, tol, max_iter=700 if double else 400)
+    assert ours.z.dtype == ours.u.dtype == ours.psi.dtype == dtype
+    near = 1.05 * exact.gap if double else torch.zeros_like(exact.gap)
+    assert bool((ours.gap <= torch.maximum(ours.allowed, near)).all()), "as the reference gets"
     # The gap is a proof: it bounds the distance to the optimum, up to the rounding of the objective.
     lead = ours.objective - exact.objective
     rounding = (1e-9 if kernel == "cpu" else 1e-6) * (1 + exact.objective.abs())
     assert bool((lead <= ours.gap + exact.gap + rounding).all())
     assert bool((lead >= -exact.gap - rounding).all())
-    if len(ours.z):
-        error, yardstick = ((answer.z.double() - exact.z).abs().max() for answer in (ours, single))
-        # Both stop within the tolerance: a distance of at most the root of twice the gap.
-        far = float((2 * ours.allowed).max().sqrt()) if kernel == "cpu" else 1e-4
-        assert float(error) <= 2 * float(yardstick) + far
+    apart = (ours.z.double() - exact.z).square().sum((1, 2, 3)).sqrt()
+    floor = {"cpu": 1e-12 if double else 1e-6, "triton": 1e-4}[kernel]
+    assert bool((apart <= (2 * ours.gap).sqrt() + (2 * exact.gap).sqrt() + floor).all())
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "torch"])
@@ -154,7 +127,7 @@ def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
 def test_point_is_in_the_ball_wherever_it_is_stopped(case: Case, kernel: str) -> None:
     x, _ = case.images()
     for max_iter in (1, 2, 7, 100) if kernel == "cpu" else (1, 5):
-        ours = case.solve(kernel, torch.float32, 1e-3, max_iter)
+        ours = case.solve(kernel, torch.float32, 1e-3, max_iter=max_iter)
         assert bool((ours.n_iter <= max_iter).all())
         assert bool((ours.cost.cpu() <= case.ball.budget(x) * (1 + 1e-6)).all())
         assert bool(case.ball.contains(x, ours.z.cpu()).all())
@@ -197,13 +170,9 @@ def test_factors_are_the_plan_of_the_point(kernel: str, case: Case, dtype: torch
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_starts(kernel: str) -> None:
-    """Without a start, it is what is to be projected; a warm start takes less than half of the sweeps."""
+    """A warm start takes less than half of the sweeps."""
     cold = Case((1, 1, 5, 6), reg=200.0).problem(torch.float32, 1e-4)
     first = solved(kernel, cold)
-    given = replace(cold, u=cold.w - cold.x, psi=torch.full_like(cold.tau, 0.1))
-    again = solved(kernel, given)
-    torch.testing.assert_close(again.z, first.z, atol=1e-6, rtol=0)
-    torch.testing.assert_close(again.u, first.u, atol=1e-6, rtol=0)
     warm = solved(kernel, replace(cold, u=first.u, psi=first.psi))
     assert int(warm.n_iter) < int(first.n_iter) // 2 and bool((warm.gap <= warm.allowed).all())
 
@@ -216,23 +185,20 @@ def signs(x: Tensor) -> Tensor:
     return x + 0.1 * torch.randint(0, 2, x.shape, generator=random).mul(2).sub(1)
 
 
-def full_with_a_hole() -> Tensor:
-    x = torch.ones(1, 1, 48, 48)
-    x[..., 8:20, 8:20] = torch.rand(12, 12, generator=torch.Generator().manual_seed(0))
+def full(side: int, rows: slice, columns: slice, value: float | Tensor) -> Tensor:
+    x = torch.ones(1, 1, side, side)
+    x[..., rows, columns] = value
     return x
 
 
-def full_on_the_left() -> Tensor:
-    x = torch.ones(1, 1, 48, 48)
-    x[..., 24:] = 0.3
-    return x
-
-
-def full_within_a_frame() -> Tensor:
-    """Their excess had nowhere to go: such images of 128 x 128 were left to a solver that takes minutes."""
-    x = torch.ones(1, 1, 32, 32)
-    x[..., :3, :] = x[..., :, :3] = 0.5
-    return x
+EVERY, HOLE = slice(None), torch.rand((12, 12), generator=torch.Generator().manual_seed(0))
+FULL = {
+    "with a hole": full(48, slice(8, 20), slice(8, 20), HOLE),
+    "on the left": full(48, EVERY, slice(24, None), 0.3),
+    # Their excess has nowhere to go: it circulates among full pixels, which is hard to repair.
+    "below a bar": full(32, slice(3), EVERY, 0.5),
+    "but for three pixels": full(32, slice(10, 11), slice(10, 13), 0.3),
+}
 
 
 LITTLE = Case((1, 1, 12, 12), GridCost(5), reg=1000.0, eps=0.01, step=0.1)
@@ -243,15 +209,15 @@ LITTLE = Case((1, 1, 12, 12), GridCost(5), reg=1000.0, eps=0.01, step=0.1)
     ("kernel", "given", "sweeps"),
     [(kernel, LITTLE, 20) for kernel in KERNELS]
     + [("triton", Case((1, 1, 10, 12), reg=1000.0, step=0.1), 30)]  # 50 with momentum alone
-    + [("torch", full_with_a_hole, 80), ("torch", full_on_the_left, 45)]  # 400 were not enough
-    + [("cpu", full_within_a_frame, 400)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    + [("torch", "with a hole", 80), ("torch", "on the left", 45)]  # 400 were not enough
+    + [("cpu", "below a bar", 100), ("cpu", "but for three pixels", 400)],
+    ids=str,
 )
 def test_few_sweeps(kernel: str, given: object, sweeps: int) -> None:
     if isinstance(given, Case):
-        found = given.solve(kernel, torch.float32, 1e-4, 600, factors=True)
+        found = given.solve(kernel, torch.float32, 1e-4, max_iter=600, factors=True)
     else:
-        x = given()  # type: ignore[operator]
+        x = FULL[str(given)]
         found = solved(kernel, problem(WassersteinBall(0.05), x, signs(x), 1000.0, 1e-4))
     assert bool((found.gap <= found.allowed).all()) and int(found.n_iter) <= sweeps
 
@@ -271,13 +237,6 @@ def test_balls_project_large_full_areas_by_few_sweeps(
     assert float(answer.gap) <= 1e-4 * float(answer.objective.abs())
     torch.testing.assert_close(answer.point.double().sum(), x.double().sum(), rtol=1e-8, atol=0.0)
     assert answer.point.max() <= 1.0
-
-
-def test_a_nearly_full_image_ends_within_the_tolerance() -> None:
-    """Mass circulates among full pixels, which is hard to repair."""
-    x = torch.ones((1, 1, 32, 32))
-    x[..., 10, 10:13] = 0.3
-    assert bool(WassersteinBall(0.05).project(x, signs(x), reg=1000.0, tol=1e-4).converged.all())
 
 
 # Precision, batches and public calls -----------------------------------------------------------------------------

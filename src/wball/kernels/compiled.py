@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,21 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 
 
+EXP = tuple(1.0 / math.factorial(k) for k in range(12, -1, -1))
+"""Coefficients of the series of ``exp``, the highest power first; :data:`LOG` are those of a
+polynomial for ``log``."""
+
+LOG = (
+    1.479819860511658591e-01,
+    1.531383769920937332e-01,
+    1.818357216161805012e-01,
+    2.222219843214978396e-01,
+    2.857142874366239149e-01,
+    3.999999999940941908e-01,
+    6.666666666666735130e-01,
+)
+
+
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def exp(t):  # type: ignore[no-untyped-def]
     """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative
@@ -102,19 +118,9 @@ def exp(t):  # type: ignore[no-untyped-def]
     )  # 1.5 * 2^52: the last bits are the integer part
     n = shifted - 6755399441055744.0
     r = (u - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10
-    p = 1.0 / 479001600.0
-    p = p * r + 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
+    p = 0.0
+    for coefficient in EXP:
+        p = p * r + coefficient
     bits = np.int64(np.float64(shifted).view(np.int64) + 1023) << 52
     return p * np.int64(bits).view(np.float64) if t > -708.0 else 0.0
 
@@ -130,13 +136,9 @@ def log(t):  # type: ignore[no-untyped-def]
     f = m - 1.0
     s = f / (2.0 + f)
     z = s * s
-    p = 1.479819860511658591e-01
-    p = p * z + 1.531383769920937332e-01
-    p = p * z + 1.818357216161805012e-01
-    p = p * z + 2.222219843214978396e-01
-    p = p * z + 2.857142874366239149e-01
-    p = p * z + 3.999999999940941908e-01
-    p = p * z + 6.666666666666735130e-01
+    p = 0.0
+    for coefficient in LOG:
+        p = p * z + coefficient
     half = 0.5 * f * f
     rest = s * (half + p * z) + k * 1.90821492927058770002e-10
     return k * 0.693147180369123816490 - ((half - rest) - f)

@@ -31,8 +31,13 @@ from wball.batch import largest, per_image
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
-from wball.kernels.entropic_plan import PlanRequest, entropic_plan, narrowed
-from wball.kernels.entropic_plan.pull_back import balanced, pull_back
+from wball.kernels.entropic_plan import (
+    PlanRequest,
+    balanced,
+    entropic_plan,
+    narrowed,
+    pull_back,
+)
 from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
 from wball.plan import FactoredPlan

@@ -17,7 +17,7 @@ images per thread and stays in the cache.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,24 +60,6 @@ class _Settings(NamedTuple):
     momentum: float
 
 
-class _Given(NamedTuple):
-    """Images, potentials and budgets."""
-
-    x: Any
-    b: Any
-    q: Any
-    budget: Any
-
-
-class _Answer(NamedTuple):
-    """Results: the four images, prices (at first those to start from), and costs."""
-
-    images: Any
-    psi: Any
-    cost: Any
-    net: Any
-
-
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     x, box, stencil = request.x, request.box, stencil_of(request.moves)
@@ -103,10 +85,11 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
             image, b, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
-            images = _Given(image, b, shift, limit[part])
             result = np.empty((4, *image.shape))
-            answer = _Answer(result, psi[part], cost[part], net[part])
-            _plan_images(images, stencil.arrays, settings, scratch, answer)
+            _plan_images(
+                (image, b, shift, limit[part]), stencil.arrays, settings, scratch,
+                (result, psi[part], cost[part], net[part]),
+            )  # fmt: skip
             out[:, part] = result
 
     split(shape[0], work, entries=math.prod(shape[1:]) * len(request.moves))
@@ -186,7 +169,10 @@ def _costs(work, flat, fee_back, psi):  # type: ignore[no-untyped-def]
 
 @compiled()
 def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyped-def]
+    """Results are images (point, box potentials, factors), prices (at first those to start from),
+    costs and net costs."""
     x, b, q, budget = given
+    out, prices, costs, net_costs = answer
     rows, columns, fee, ring, sweeps = (
         moves.rows,
         moves.columns,
@@ -194,7 +180,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
         moves.ring,
         settings.sweeps,
     )
-    out, lo, hi = answer.images, settings.box.lo, settings.box.hi
+    lo, hi = settings.box.lo, settings.box.hi
     rr, rc = 0, 0
     for k in range(rows.size):
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
@@ -240,7 +226,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
                     work[_E, at + j] = math.exp(b[m, c, r, j] + p - middle)
                     work[_Q, at + j] = work[_BEFORE, at + j] = math.exp(p)
 
-        psi, flat = answer.psi[m], Flat(pad, n, shift, -shift, fee, ring[1])
+        psi, flat = prices[m], Flat(pad, n, shift, -shift, fee, ring[1])
         factors = Factors(
             work[_X], work[_A], work[_E], work[_KEEP], work[_GIVE], work[_SENT], work[_RECEIVED],
             work[_FIRST], work[_SECOND], work[_TMP],
@@ -262,8 +248,8 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
             _normalise(lines, work[_A, pad : pad + n])
         weights(fee, psi, weight)
         repair(factors, flat, weight, settings.box)
-        answer.cost[m], answer.net[m] = _costs(work, flat, moves.fee_back, psi)
-        answer.psi[m] = psi
+        costs[m], net_costs[m] = _costs(work, flat, moves.fee_back, psi)
+        prices[m] = psi
 
         for c in range(channels):
             for r in range(first_row, last_row):

@@ -12,7 +12,7 @@ columns stay at 0, and their potential is ``u = w``.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,26 +75,6 @@ class _Settings(NamedTuple):
     max_iter: int
 
 
-class _Given(NamedTuple):
-    """A batch of problems."""
-
-    x: Any
-    w: Any
-    u: Any
-    budget: Any
-    tau: Any
-    psi: Any
-
-
-class _Answer(NamedTuple):
-    """Arrays of the answers: point and potential, numbers, sweeps, and the factors of the plans."""
-
-    out: Any
-    numbers: Any
-    n_iter: Any
-    factors: Any
-
-
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     x, factors = problem.x, problem.factors
@@ -123,9 +103,10 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
                 np.array(t[part], dtype=np.float64, order="C") for t in given
             )
             result = np.empty((2, *image.shape))
-            problems = _Given(image, target, potential, *(t[part] for t in single))
-            answers = _Answer(result, numbers[part], n_iter[part], plan[part])
-            _project_images(problems, stencil.arrays, settings, scratch, past, answers)
+            _project_images(
+                (image, target, potential, *(t[part] for t in single)), stencil.arrays, settings,
+                scratch, past, (result, numbers[part], n_iter[part], plan[part]),
+            )  # fmt: skip
             out[:, part] = result
 
     split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(problem.moves))
@@ -263,17 +244,9 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
     return residual
 
 
-@compiled(inner=True)
-def _away(x, w, spots):  # type: ignore[no-untyped-def]
-    """``1/2 |w - x|^2`` over some pixels."""
-    total = 0.0
-    for i in range(spots.size):
-        total += 0.5 * (w[spots[i]] - x[spots[i]]) ** 2
-    return total
-
-
 @compiled()
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
+    """Results are point and potential, numbers, sweeps, and the factors of the plans."""
     x, w, u, budget, tau, psi = given
     rows, columns, fee, ring_cost, ring = (
         moves.rows,
@@ -315,7 +288,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         )
         shift, count = rows * width + columns, reached.size
         flat = Flat(pad, n, shift, -shift, fee, ring[1])
-        beyond = max(at_centre - _away(flat_x, flat_w, spots), 0.0)  # no mass gets there
+        near = 0.5 * ((flat_w[spots] - flat_x[spots]) ** 2).sum()
+        beyond = max(at_centre - near, 0.0)  # no mass gets there
         lines = PlanLines(
             work[MASS, : lit.size], work, RINGS, 0,
             work[NORM, : lit.size], work[SCRATCH, : lit.size], work[SPARE, : lit.size],
