@@ -75,19 +75,16 @@ SMALL = [
     Case((2, 1, 5, 7)),
     Case((1, 1, 7, 6), ONE_WAY, scale=2.0),
     Case((1, 1, 6, 6), box=(0.1, 0.9), scale=4.0),
-    Case((1, 1, 6, 9), GridCost(9), scale=30.0),  # rings are not kept, in logs
+    Case((1, 1, 6, 9), GridCost(9), scale=30.0),  # rings are not kept, float64
     Case((1, 1, 6, 5), scale=3.0, eps=0.6, momentum=0.9),
-    Case((2, 3, 4, 9), GridCost(5), scale=5.0),
     Case((1, 1, 11, 3), GridCost(7, p=2.0), scale=3.0, eps=0.1),
     Case((1, 2, 6, 5), GridCost(5), box=None, scale=20.0),
     Case((1, 1, 1, 13), GridCost(5), eps=0.05),
-    Case((1, 1, 4, 5), scale=30.0),
     Case((1, 1, 3, 3), eps=5.0),  # a budget no plan can spend
     Case((1, 1, 2, 4), GridCost(1)),  # nothing can move
-    Case((1, 1, 9, 8), GridCost(9), scale=3.0),
     Case((1, 1, 4, 28), GridCost(5), scale=3.0),  # a row in each line of the cache
-    Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # in logs
-    Case((1, 1, 6, 5), scale=40.0, eps=0.6, momentum=0.9),  # in logs
+    Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # float64
+    Case((1, 1, 6, 5), scale=40.0, eps=0.6, momentum=0.9),  # float64
     Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3, sweeps=0),  # the last repair sweep
 ]
 """The interpreter runs five of them in every run, and the others with the slow tests."""
@@ -96,10 +93,8 @@ LARGE = [
     Case((1, 1, 1, 1)),
     Case((0, 1, 8, 8)),
     Case((2, 1, 9, 1), GridCost(21), scale=20.0, sparse=True),
-    Case((2, 1, 12, 13), GridCost(11), sparse=True),
     Case((2, 1, 12, 12), eps=1e-6, sparse=True),
     Case((2, 1, 10, 12), ramp=590.0, sparse=True),
-    Case((2, 2, 9, 10), ONE_WAY, ramp=900.0, sparse=True),
     Case((2, 1, 10, 12), box=None, ramp=1500.0, sparse=True),
     Case((2, 1, 10, 12), box=(0.2, 0.9), scale=4.0, ramp=-1500.0, sweeps=5, momentum=0.9),
 ]
@@ -111,41 +106,43 @@ def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
 
 
 @pytest.mark.parametrize("case", SMALL + LARGE, ids=str)
-def test_compiled_loops_equal_the_reference_in_float64(case: Case) -> None:
-    for seed in range(2):
-        request = replace(case, seed=case.seed + seed).request(torch.float64, warm=seed > 0)
-        ours = solver("entropic_plan", "cpu")(request)
-        exact = reference.entropic_plan(request)
-        for name in ("z", "cost", "net_cost", "keep", "give"):
-            assert error(ours, exact, name) <= 1e-9, name
+def test_compiled_loops_equal_the_reference(case: Case) -> None:
+    for seed, dtype in enumerate((torch.float64, torch.float32)):
+        case = replace(case, seed=case.seed + seed)
+        ours = solver("entropic_plan", "cpu")(case.request(dtype, warm=seed > 0))
+        exact = reference.entropic_plan(case.request(torch.float64, warm=seed > 0))
+        assert ours.z.dtype == ours.q.dtype == ours.psi.dtype == dtype
+        tol = 1e-9 if dtype == torch.float64 else 1e-6
+        for name in ("z", "cost", "net_cost"):
+            assert error(ours, exact, name) <= 10 * tol, name
+        if dtype == torch.float64:
+            assert error(ours, exact, "keep") <= tol and error(ours, exact, "give") <= tol
         if case.cost != GridCost(1):  # prices are arbitrary there, and where there is no mass
-            lit = request.x.flatten(1).any(1)
-            torch.testing.assert_close(ours.psi[lit], exact.psi[lit], rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(ours.q[lit], exact.q[lit], rtol=0, atol=1e-6)
+            lit = case.request(dtype).x.flatten(1).any(1)
+            for name in ("psi", "q"):
+                mine, theirs = getattr(ours, name)[lit].double(), getattr(exact, name)[lit]
+                torch.testing.assert_close(mine, theirs, rtol=max(tol, 1e-6), atol=max(tol, 1e-6))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "case"),
-    [("cpu", case) for case in SMALL + LARGE]
-    + [pytest.param("triton", c, marks=[pytest.mark.slow] * (k >= 5)) for k, c in enumerate(SMALL)],
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (k >= 5)) for k, c in enumerate(SMALL)],
     ids=str,
 )
-def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
+def test_programs_equal_the_reference(case: Case) -> None:
     request = case.request(torch.float32)
     exact = reference.entropic_plan(case.request(torch.float64))
-    ours = solver("entropic_plan", kernel)(request)
+    ours = solver("entropic_plan", "triton")(request)
     assert ours.z.dtype == ours.q.dtype == ours.psi.dtype == torch.float32
     assert ours.cost.dtype == ours.net_cost.dtype == torch.float64
-    # Float32 rounds exponents, which grow with the potentials.
-    rounding = 1e-6 * (1 + case.scale) * (kernel == "triton")
-    allowed = {"z": 2e-6 + rounding, "cost": 1e-5 + 2 * rounding, "net_cost": 1e-5 + 2 * rounding}
-    if kernel == "triton" and case.cost != GridCost(1):
-        allowed |= dict.fromkeys(("psi", "q"), 2e-5 * (1 + case.scale))
+    rounding = 1e-6 * (1 + case.scale)  # of exponents, which grow with the potentials
+    allowed = {"z": 2 * rounding, "cost": 1e-5 + 2 * rounding, "net_cost": 1e-5 + 2 * rounding}
+    if case.cost != GridCost(1):
+        allowed |= dict.fromkeys(("psi", "q"), 20 * rounding)
     for name, atol in allowed.items():
         assert error(ours, exact, name) <= atol, name
-    if case.ramp == 0:
-        ball = WassersteinBall(case.eps, case.cost, box=case.box)
-        assert_describes(ball, request, ours, 2e-6 * (1 + case.scale))
+    ball = WassersteinBall(case.eps, case.cost, box=case.box)
+    assert_describes(ball, request, ours, 2 * rounding)
 
 
 def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +154,7 @@ def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.Monkey
     monkeypatch.setattr(triton_stencil, "_stencil", triton_stencil._stencil.__wrapped__)
     for scale in (3.0, 40.0):
         case = Case((1, 2, 5, 6), GridCost(5), scale=scale, sweeps=1)
-        test_as_good_as_torch_in_float32("triton", case)
+        test_programs_equal_the_reference(case)
 
 
 # The plan written out --------------------------------------------------------------------------------------------
@@ -301,26 +298,19 @@ def test_strided_inputs_are_read_and_kept_and_nothing_is_compiled_twice() -> Non
     assert len(cpu._plan_images.signatures) == 1
 
 
-def test_dtypes_that_programs_take() -> None:
+def test_programs_take_empty_batches_and_refuse_float64() -> None:
     need("triton")
     from wball.kernels.entropic_plan import triton as triton_plan
 
-    request = Case((1, 1, 4, 5)).request(torch.float32)
-    for dtype in (torch.float16, torch.bfloat16):
-        x, b = request.x.to(dtype), request.b.to(dtype)
-        half = triton_plan.entropic_plan(replace(request, x=x, b=b))
-        single = triton_plan.entropic_plan(replace(request, x=x.float(), b=b.float()))
-        assert half.z.dtype == torch.float32
-        assert torch.equal(half.z, single.z) and torch.equal(half.cost, single.cost)
-    empty = triton_plan.entropic_plan(Case((0, 1, 4, 4)).request(torch.float32))
+    request = Case((0, 1, 4, 4)).request(torch.float32)
+    empty = triton_plan.entropic_plan(request)
     assert empty.z.shape == (0, 1, 4, 4) and empty.cost.shape == (0,)
     assert "float64" in (triton_plan.why_not(request.x.double(), request.moves) or "")
 
 
 @pytest.mark.parametrize("window", [3, 11])
-@pytest.mark.parametrize("shape", [(4, 1, 28, 28), (2, 3, 64, 64)], ids=str)
 def test_programs_take_a_few_batches_of_memory_at_any_window(
-    shape: tuple[int, int, int, int], window: int, monkeypatch: pytest.MonkeyPatch
+    window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need("triton")
     from wball.kernels.entropic_plan import triton as triton_plan
@@ -342,7 +332,7 @@ def test_programs_take_a_few_batches_of_memory_at_any_window(
             return out
 
     monkeypatch.setattr(triton_plan, "_plan_kernel", Idle())
-    request = Case(shape, GridCost(window)).request(torch.float32)
+    request = Case((4, 1, 28, 28), GridCost(window)).request(torch.float32)
     triton_plan.entropic_plan(request)  # what is made once
     with Count() as count:
         triton_plan.entropic_plan(request)
