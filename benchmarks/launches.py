@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.inputs import direction, mnist
 from wball import DualAveraging, WassersteinBall
-from wball.zoo.architectures import build_model
 
 MOST: dict[str, tuple[int, int]] = {
     "project(reg=1000, tol=1e-4), 100 digits": (60, 4),
@@ -41,6 +40,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     images = mnist(None, device)
     x, ball = images.batch(100), WassersteinBall(0.1)
     w, random = x + 0.1 * direction(x, "signs", 0), torch.Generator(device).manual_seed(0)
+    from wball.zoo.architectures import build_model  # not where another version is measured
+
     model, digits = build_model("mnist-cnn").to(device).eval(), images.batch(128)
     with torch.no_grad():
         labels = model(digits).argmax(1)

@@ -85,7 +85,10 @@ class WassersteinBall(Ball):
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
-        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, mass, relative)
+        least = self.eps if relative and isinstance(self.eps, float) else 0.0
+        return TransportProblem(
+            x, self.cost, self._budget(x, mass), self.box, mass, relative, least
+        )
 
     def support(
         self,

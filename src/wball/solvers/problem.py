@@ -48,6 +48,7 @@ class TransportProblem:
         box: the lowest and highest value of a pixel, or ``None``.
         mass: of each image, float64.
         relative: whether the radius is in units of the image's mass.
+        least: every budget that is not 0 is at least this share of the mass; 0 if unknown.
     """
 
     x: Tensor
@@ -56,6 +57,7 @@ class TransportProblem:
     box: tuple[float, float] | None
     mass: Tensor
     relative: bool
+    least: float = 0.0
 
     @cached_property
     def unit(self) -> Tensor:
@@ -111,6 +113,8 @@ class TransportProblem:
         common radii, a part of radii near 1e-6 in float32, and all of radii below the cost of one
         rounding.
         """
+        if roundings * _largest_share(self.cost, self.x) <= ROUNDING_SHARE * self.least:
+            return self.budget  # without a look at the images
         held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
         return (self.budget - held).clamp(min=0)
 
@@ -178,6 +182,18 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     equal = (values / largest).sum(1).square() / (values / largest).square().sum(1).clamp(min=1)
     apart = 0.5 * torch.sqrt(values.shape[1] / equal.clamp(min=1))
     return (apart.clamp(min=least) / reach).clamp(min=1)
+
+
+def _largest_share(cost: GroundCost, x: Tensor) -> float:
+    """Most that one rounding of a float32 image with a budget can cost, as a share of its mass.
+
+    The mass of the worst image is in one pixel; denormal pixels add less than a tenth.
+    """
+    if isinstance(cost, DenseCost) or x.dtype is torch.float64:
+        return math.inf
+    dearest, reach, least = _window(cost, *_sides(x))
+    far = max(1.0, max(0.5 * math.sqrt(math.prod(x.shape[1:])), least) / reach)
+    return 0.275 * torch.finfo(torch.float32).eps * dearest * far
 
 
 def chunks(x: Tensor, moves: Moves) -> Iterator[slice]:
