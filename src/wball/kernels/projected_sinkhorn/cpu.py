@@ -39,7 +39,6 @@ from wball.kernels.projected_sinkhorn import (
     ProjectedSinkhorn,
     Projection,
     entropy_at_rest,
-    memory,
     sweeps,
 )
 from wball.kernels.projected_sinkhorn.sweeps import (
@@ -96,7 +95,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((sweeps.RINGS + stencil.rings, stencil.length(shape)))
-        past = np.zeros((memory.ROWS, stencil.length(shape)))
+        past = np.zeros((sweeps.PAST_ROWS, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
             image, target, potential = (
@@ -356,7 +355,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 bold *= LESS
             lowest = about if misled else min(lowest, about)
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold)
-            held = memory.advance(work, past, count, -1 if steps == 1 or misled else held, sizes)
+            held = sweeps.advance(work, past, count, -1 if steps == 1 or misled else held, sizes)
 
         n_iter[m] = steps
         numbers[m, _PSI] = heat * price

@@ -25,13 +25,17 @@ import math
 from wball.kernels.compiled import compiled, exp, log
 from wball.kernels.factors import SUMS, TINY, correlate
 from wball.kernels.plan_rows import SPREAD
-from wball.kernels.projected_sinkhorn import FAR
+from wball.kernels.projected_sinkhorn import DEPENDENT, FAR, MEMORY
 
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
-# Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
-GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN, BEST = range(9, 19)
-MASS, NORM, SCRATCH, SPARE, RINGS = range(19, 24)
+# Packed: the columns that mass can reach, then the rows that have mass.
+GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN = range(9, 18)
+MASS, NORM, SCRATCH, SPARE, RINGS = range(18, 23)
+# Rows of the second working memory: what is remembered of earlier sweeps.
+CHANGE, METRIC, CHANGES = 0, 1, 2
+STEPS = CHANGES + MEMORY
+PAST_ROWS = STEPS + MEMORY
 
 
 @compiled(inner=True, fastmath=SUMS)
@@ -195,3 +199,57 @@ def follow(work, count, reached, tau, log_tau, least, most, bold):  # type: igno
             max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach
         )
         own[i] = resists
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _product(a, b, metric):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(a.size):
+        total += metric[i] * a[i] * b[i]
+    return total
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _subtract(a, share, b):  # type: ignore[no-untyped-def]
+    for i in range(a.size):
+        a[i] -= share * b[i]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def advance(work, past, count, held, sizes):  # type: ignore[no-untyped-def]
+    """Conjugate steps (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from ``NEW`` and
+    the ``held`` sweeps before it; -1 forgets them. Returns the number then held."""
+    new, last, beta = work[NEW, :count], work[LAST, :count], work[BETA, :count]
+    change, metric, resists = past[CHANGE, :count], past[METRIC, :count], work[OWN, :count]
+    slot = held % MEMORY
+    latest, step = past[CHANGES + slot, :count], past[STEPS + slot, :count]
+    for i in range(count):
+        now = new[i] - beta[i]
+        latest[i] = now - change[i]
+        change[i] = now
+    for i in range(count):
+        step[i] = new[i] - last[i]
+        last[i] = new[i]
+    for i in range(count):
+        beta[i] = new[i]
+    sizes[slot] = 0.0
+    whole, size = 0.0, 0.0
+    if held >= 0:
+        whole = _product(latest, latest, metric)
+        for j in range(MEMORY):
+            if sizes[j] > 0.0:
+                share = _product(past[CHANGES + j, :count], latest, metric) / sizes[j]
+                _subtract(latest, share, past[CHANGES + j, :count])
+                _subtract(step, share, past[STEPS + j, :count])
+        size = _product(latest, latest, metric)
+    if size <= DEPENDENT * whole:
+        sizes[:] = 0.0
+        for i in range(count):
+            metric[i] = max(resists[i], 1e-12)
+        return 0
+    sizes[slot] = size
+    for j in range(MEMORY):
+        if sizes[j] > 0.0:
+            share = _product(past[CHANGES + j, :count], change, metric) / sizes[j]
+            _subtract(beta, share, past[STEPS + j, :count])
+    return held + 1
