@@ -32,9 +32,11 @@ from wball import inputs, progress
 from wball.attacks import objectives
 from wball.attacks.batch import AttackBatch, State, StepCount, Task
 from wball.attacks.levels import check_on_levels, to_levels
+from wball.attacks.recording import RECORDERS, WORTH, recorded
 from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
+from wball.kernels import dispatch
 from wball.model import Model, as_found
 from wball.plan import StoredPlan
 
@@ -240,24 +242,41 @@ class GradientAttack(Attack):
         """The gradient at the candidates, which are offered on the way."""
         return batch.gradient(state)
 
+    def steady(self) -> bool:
+        """Whether steps decide nothing by numbers that they read from the device: one of them can
+        be recorded, and replayed for all."""
+        return False
+
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Make all steps, dropping images that are done."""
-        state = self.init(batch, generator)
-        gradient = self.gradient(batch, state, generator)
+        loop, replay, device = _Loop(self, batch, generator), None, batch.x.device
+        wanted = self.steady() and device.type in RECORDERS
         for step in range(self.n_gradients):
             if step == int(LATE * self.n_gradients):
                 batch.begin_last_steps()
             batch.count_step()
-            kept = batch.survivors()
+            kept, left = batch.survivors(), self.n_gradients - 1 - step
             if kept is not None:
                 if batch.empty:
                     return
-                state, gradient = state.take(kept), gradient[kept]
+                loop.state, loop.gradient = loop.state.take(kept), loop.gradient[kept]
+                replay = None
+            state = loop.state
+            if replay is not None and left:
+                torch.as_tensor(state.n_steps).fill_(step)
+                replay()
+                continue
             state.n_steps = step
-            state = self.advance(state, gradient)
-            if step < self.n_gradients - 1:
-                gradient = self.gradient(batch, state, generator)
-        batch.offer(state)
+            if left == 0:
+                batch.offer(self.advance(state, loop.gradient))
+            elif wanted and left >= WORTH and step > 0:
+                state.n_steps = torch.full((), step, dtype=torch.float64, device=device)
+                replay = recorded(loop.step, (loop, batch, *state.parts()), device, generator)
+                wanted = replay is not None
+            else:
+                loop.step()
+                # A kernel that reads from the GPU cannot be recorded.
+                wanted &= not batch.x.is_cuda or state.kernel in dispatch.NEVER_READS
 
     def attack_batch(
         self, task: Task, generator: torch.Generator, progress: StepCount | None = None
@@ -279,6 +298,22 @@ class GradientAttack(Attack):
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
             rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
+
+
+class _Loop:
+    """What one step of an attack reads and changes."""
+
+    def __init__(
+        self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
+    ) -> None:
+        self.attack, self.batch, self.generator = attack, batch, generator
+        self.state = attack.init(batch, generator)
+        self.gradient = attack.gradient(batch, self.state, generator)
+
+    def step(self) -> None:
+        """To the next candidates and their gradient."""
+        self.state = self.attack.advance(self.state, self.gradient)
+        self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:

@@ -20,8 +20,8 @@ DROP_EVERY = {"cpu": 1, "cuda": 10}
 nothing."""
 
 DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
-"""Share of the images that must be finished for that. A GPU gains little from slightly smaller
-batches."""
+"""Share of the images that must be finished for that. A step on a smaller batch is recorded anew on
+a GPU."""
 
 AnyState = TypeVar("AnyState", bound="State")
 Kind = TypeVar("Kind", Plan, FactoredPlan)
@@ -96,7 +96,7 @@ class State:
         distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
         proof: the plans behind it, if they are kept.
         kernel: which implementation served the ball.
-        n_steps: steps made so far.
+        n_steps: steps made so far; a tensor where a step is replayed for many.
     """
 
     x: Tensor
@@ -105,7 +105,11 @@ class State:
     distance: Tensor
     proof: StoredPlan | None = None
     kernel: str = "none"
-    n_steps: int = 0
+    n_steps: int | Tensor = 0
+
+    def parts(self) -> tuple[object, ...]:
+        """The objects that a step changes."""
+        return (self,)
 
     def take(self: AnyState, index: Tensor) -> AnyState:
         """The state of a subset of the images: of whatever has an entry per image."""
@@ -163,6 +167,7 @@ class AttackBatch:
         self.task, self.ball, self.objective = task, ball, objective
         self.until_success = until_success
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
+        self._counted = self.queries
         self._proof: StoredPlan | None = None
         self._all_proof: StoredPlan | None = None
         self._progress = progress
@@ -283,7 +288,8 @@ class AttackBatch:
         if self.until_success:
             better = better & ~best.success
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        queries = torch.full_like(best.queries, self.queries)
+        # By how many rather than how many: the same number at every step can be recorded.
+        queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
             success=best.success | (better & success),

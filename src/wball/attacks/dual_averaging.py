@@ -38,6 +38,9 @@ class Potentials(State):
     b: Tensor = field(kw_only=True)
     oracle: Oracle = field(kw_only=True)
 
+    def parts(self) -> tuple[object, ...]:
+        return self, self.oracle
+
     def move(self) -> Potentials:
         """Go where the potentials point."""
         point = self.oracle(self.b)
@@ -110,6 +113,9 @@ class DualAveraging(GradientAttack):
         if batch.task.start is not None or self.random_start > 0:
             state.move()
         return state
+
+    def steady(self) -> bool:
+        return True
 
     def advance(self, state: Potentials, gradient: Tensor) -> Potentials:
         eta = self.step_size * (1 - self.decay * state.n_steps / max(1, self.steps - 1))

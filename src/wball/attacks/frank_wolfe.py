@@ -44,6 +44,9 @@ class _Mixture(State):
 
     oracle: TransportOracle | None = field(kw_only=True)
 
+    def parts(self) -> tuple[object, ...]:
+        return (self,) if self.oracle is None else (self, self.oracle)
+
 
 @dataclass(frozen=True)
 class FrankWolfe(GradientAttack):
@@ -75,9 +78,12 @@ class FrankWolfe(GradientAttack):
             state.proof = batch.keep_proofs(Plan) if self.proofs else None
         return state
 
+    def steady(self) -> bool:
+        return self.ball.has_plans and not self.proofs
+
     def advance(self, state: _Mixture, gradient: Tensor) -> _Mixture:
         direction = normalised(gradient)
-        gamma = torch.full_like(state.distance, 2 / (state.n_steps + 2))
+        gamma = torch.full_like(state.distance, 2) / (state.n_steps + 2)
         if state.oracle is None:
             found = state.ball.support(state.x, direction)
             corner, state.kernel = found.point, found.kernel

@@ -197,9 +197,10 @@ class PGD(GradientAttack):
 
     def _grow(self, state: _Projected) -> None:
         """Let the radius grow, if it is time for it."""
-        if self.growth is None or state.n_steps % self.growth.every != 0:
+        step = int(state.n_steps)
+        if self.growth is None or step % self.growth.every != 0:
             return
-        state.ball = state.ball.at(self.growth.at(state.eps, state.n_steps))
+        state.ball = state.ball.at(self.growth.at(state.eps, step))
         if state.fused is not None:
             problem = state.ball.problem(state.fused.x)
             assert problem is not None

@@ -1,0 +1,198 @@
+"""Recorded steps are the steps of the loop. Without a GPU a recording makes the same calls again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wball import AttackResult, DualAveraging, FrankWolfe, WassersteinBall
+from wball.attacks import recording
+from wball.attacks.base import Attack
+from wball.attacks.stand_ins import Smoothed
+
+ATTACKS: dict[str, Attack] = {
+    "dual averaging": DualAveraging(WassersteinBall(0.3), steps=20, decay=1.0),
+    "with plans, to the end": DualAveraging(
+        WassersteinBall(0.3), steps=15, random_start=1.0, proofs=True, until_success=False
+    ),
+    "batches that become smaller": DualAveraging(WassersteinBall(0.3), steps=40, step_size=0.2),
+    "frank-wolfe": FrankWolfe(WassersteinBall(0.3), steps=15, until_success=False),
+}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records on the CPU, too; counts recordings and replays."""
+    counts = [0, 0]
+
+    def again(function: Callable[[], None], *_: Any) -> Callable[[], None]:
+        counts[0] += 1
+
+        def replay() -> None:
+            counts[1] += 1
+            function()
+
+        return replay
+
+    monkeypatch.setitem(recording.RECORDERS, "cpu", again)
+    return counts
+
+
+def same(a: AttackResult, b: AttackResult) -> None:
+    for name in ("images", "success", "distance", "loss", "n_steps", "radius", "queries"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert (a.status, a.kernel) == (b.status, b.kernel)
+    assert (a.proof is None) == (b.proof is None)
+    if a.proof is not None and b.proof is not None:
+        assert all(
+            torch.equal(mine, theirs)
+            for mine, theirs in zip(a.proof.tensors(), b.proof.tensors(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_recorded_attack_returns_what_the_attack_returns(
+    name: str,
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wball.attacks.batch.DROP_FROM", {"cpu": 0.5})
+    recorded = ATTACKS[name](net, images, labels)
+    made, used = replays
+    assert made > 0 and used > made
+    monkeypatch.delitem(recording.RECORDERS, "cpu")
+    same(recorded, ATTACKS[name](net, images, labels))
+    assert replays == [made, used]
+
+
+def test_gradients_averaged_over_the_attacks_noise_are_recorded(
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Noise of their own was drawn from a generator that no recording knew: on a GPU such steps were never recorded."""
+    attack = DualAveraging(WassersteinBall(0.3), steps=20)
+
+    def attacked() -> AttackResult:
+        draws = torch.Generator(images.device).manual_seed(0)
+        return attack(Smoothed(net, 0.1, (0.0, 1.0), draws), images, labels, generator=draws)
+
+    recorded = attacked()
+    assert replays[1] > replays[0] > 0
+    monkeypatch.delitem(recording.RECORDERS, "cpu")
+    same(recorded, attacked())
+
+
+@pytest.mark.gpu
+def test_a_failed_recording_gives_memory_and_randomness_back() -> None:
+    """The allocator took it for one under way, and kept what every later recording had used."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    draws = torch.Generator(device).manual_seed(0)
+
+    def reads() -> None:
+        torch.randn(4, 2**20, device=device).cpu()
+
+    def stays() -> None:
+        torch.randn(64, 2**20, device=device, generator=draws)
+
+    with pytest.raises(RuntimeError):
+        recording.cuda_graph(reads, device, draws)
+    torch.randn(3, device=device)
+    torch.randn(3, device=device, generator=draws)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    for _ in range(3):
+        recording.cuda_graph(stays, device, draws)()
+        torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) <= before + 2**25
+
+
+class Forgetful(nn.Module):
+    """A model that answers otherwise when it is asked again, by what it remembers."""
+
+    def __init__(self, net: nn.Module, slip: int) -> None:
+        super().__init__()
+        self.net, self.slip, self.asked = net, slip, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return self.net(x if self.asked < self.slip else 0.3 * x.flip(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_recording_that_does_something_else_is_refused(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    attack = DualAveraging(WassersteinBall(0.3), steps=12, until_success=False)
+    with pytest.warns(
+        RuntimeWarning, match="not replayed as a CUDA graph.*a replay differs from the step itself"
+    ):
+        refused = attack(Forgetful(net, 6), images, labels)
+    assert refused.success.shape == labels.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attack(Forgetful(net, 1000), images, labels)
+
+
+def test_an_attack_goes_on_where_its_steps_cannot_be_recorded(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = ATTACKS["with plans, to the end"]
+    expected = attack(net, images, labels)
+
+    def fails(function: Callable[[], None], *_: Any) -> Callable[[], None]:
+        function()  # leaves something in the books
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setitem(recording.RECORDERS, "cpu", fails)
+    with pytest.warns(RuntimeWarning, match="not permitted when stream is capturing"):
+        same(attack(net, images, labels), expected)
+
+
+class Reading(nn.Module):
+    """A model that reads from the device."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * (1.0 if float(x.sum()) >= 0 else -1.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ATTACKS)
+def test_graphs_on_a_gpu(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x, y = net.cuda(), images.cuda().repeat(8, 1, 1, 1), labels.cuda().repeat(8)
+    graphs: list[object] = []
+    record = recording.cuda_graph
+    monkeypatch.setitem(
+        recording.RECORDERS, "cuda", lambda *given: graphs.append(given) or record(*given)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded = ATTACKS[name](net, x, y)
+    assert graphs
+    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph"):
+        reading = ATTACKS[name](Reading(net), x, y)
+    monkeypatch.delitem(recording.RECORDERS, "cuda")
+    plain = ATTACKS[name](net, x, y)
+    for result in (recorded, reading):
+        assert float((result.success == plain.success).double().mean()) >= 0.95
+        assert (
+            float(((result.images - plain.images).flatten(1).abs().amax(1) <= 1e-3).double().mean())
+            >= 0.9
+        )
