@@ -26,6 +26,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if "report(" in page.read_text(encoding="utf-8"):
         pytest.importorskip("jinja2")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WBALL_KERNEL", os.environ.get("WBALL_KERNEL", "auto"))  # restored after
     names: dict[str, object] = {"__name__": "page"}
     text = page.read_text(encoding="utf-8")
     for found in BLOCK.finditer(text):

@@ -58,7 +58,7 @@ class KernelError(RuntimeError):
 def requested() -> str:
     """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
     name = os.environ.get("WBALL_KERNEL", "").strip().lower() or "auto"
-    if name not in ("auto", *KERNELS):
+    if name != "auto" and not any(name in kernels for kernels in OPERATIONS.values()):
         raise KernelError(
             f"WBALL_KERNEL={name!r} is not a kernel; use one of auto, {', '.join(KERNELS)}"
         )
