@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -161,6 +161,14 @@ def halves(side: int = 6, channels: int = 1) -> nn.Sequential:
         model[1].weight.copy_(torch.stack([-weight, weight]))
         model[1].bias.zero_()
     return model.eval()
+
+
+class Case(NamedTuple):
+    """A model to attack, images, and their labels."""
+
+    net: nn.Module
+    images: Tensor
+    labels: Tensor
 
 
 @st.composite

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from problems import Case
+
 
 class SmallNet(nn.Module):
     """A convolution, a dropout that must not act, and a linear layer; normalisation inside."""
@@ -44,3 +46,8 @@ def labels(net: SmallNet, images: Tensor) -> Tensor:
         y = net(images).argmax(1)
     y[5] = (y[5] + 1) % 5
     return y
+
+
+@pytest.fixture
+def case(net: SmallNet, images: Tensor, labels: Tensor) -> Case:
+    return Case(net, images, labels)

@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from problems import Case
 from wball import DualAveraging, Normalized, StandardAttack, WassersteinBall, audit
 from wball.attacks.adapters.torchattacks import TorchAttack
 
 ATTACK = DualAveraging(WassersteinBall(0.3), steps=6)
 
 
-def test_torchattacks(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_torchattacks(case: Case) -> None:
+    net, images, labels = case
     atk = TorchAttack(net, ATTACK)
-    expected = ATTACK(net, images, labels)
+    expected = ATTACK(*case)
     assert torch.equal(atk(images, labels), expected.images)
     assert atk.result is not None and torch.equal(atk.result.success, expected.success)
     target = (net(images).argmax(1) + 1) % 5
@@ -64,7 +66,8 @@ def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
         towards.generate(images.numpy())
 
 
-def test_foolbox(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_foolbox(case: Case) -> None:
+    net, images, labels = case
     foolbox = pytest.importorskip("foolbox")
     from wball.attacks.adapters.foolbox import FoolboxAttack
 
@@ -72,7 +75,7 @@ def test_foolbox(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = FoolboxAttack(ATTACK)
     raw, clipped, success = attack(fmodel, images, labels, epsilons=[0.1, 0.3])
     for eps, found, done, result in zip((0.1, 0.3), raw, success, attack.results, strict=True):
-        expected = ATTACK.at(eps)(net, images, labels)
+        expected = ATTACK.at(eps)(*case)
         torch.testing.assert_close(found, expected.images, atol=1e-5, rtol=0)
         assert torch.equal(done, expected.success) and torch.equal(
             result.distance, expected.distance

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from problems import Case
 from wball import (
     PGD,
     AttackResult,
@@ -123,23 +124,6 @@ def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> 
     assert result.success.any()
 
 
-DRAWS = [
-    name
-    for name in ATTACKS
-    if getattr(ATTACKS[name], "random_start", False) or "search" in name or name == "linf fast"
-]
-
-
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in DRAWS])
-def test_a_batch_is_a_loop(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    attack, count = ATTACKS[name], 2 if name in SOLVERS else 5
-    together = attack(net, images[:count], labels[:count])
-    for i in range(count):
-        alone = attack(net, images[i : i + 1], labels[i : i + 1])
-        assert bool(alone.success[0]) == bool(together.success[i])
-        torch.testing.assert_close(alone.images[0], together.images[i], atol=2e-3, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["dual averaging", "linf pgd", "linf frank-wolfe", "fast"])
 def test_model_is_left_as_found(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     net.train()
@@ -173,37 +157,27 @@ def test_model_is_left_as_found_when_it_fails(images: Tensor) -> None:
     assert model.training and torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_grad_and_inference_mode_around_the_call(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_no_grad_and_inference_mode_around_the_call(case: Case) -> None:
     attack = ATTACKS["dual averaging"]
-    plain = attack(net, images, labels)
+    plain = attack(*case)
     with torch.no_grad():
-        assert_same(attack(net, images, labels), plain, tol=0)
+        assert_same(attack(*case), plain, tol=0)
     with torch.inference_mode():
-        inside = attack(net, images.clone(), labels.clone())
+        inside = attack(case.net, case.images.clone(), case.labels.clone())
     assert_same(inside, plain, tol=0)
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe", "fast"])
-def test_radius_zero_returns_the_clean_images(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
-    images, labels, keep = chosen(name, images, labels)
-    result = ATTACKS[name].at(0.0)(net, images, labels)
-    torch.testing.assert_close(result.images, images, atol=1e-6, rtol=0)
-    assert result.success.nonzero().flatten().tolist() == [keep.index(WRONG)]
-
-
-@pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe"])
 def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     images, labels, keep = chosen(name, images, labels)
-    eps = torch.linspace(0, 0.5, len(keep), dtype=torch.float64)
-    attack = replace(ATTACKS[name].at(eps), batch_size=3)
-    result = attack(net, images, labels)
-    assert audit(BALL.at(eps), images, result.images).all_valid
-    assert (result.distance <= eps * (1 + 1e-6)).all()
-    assert torch.equal(result.radius[result.distance > 0], eps[result.distance > 0])
+    for eps in torch.zeros(len(keep)).double(), torch.linspace(0, 0.5, len(keep)).double():
+        result = replace(ATTACKS[name].at(eps), batch_size=3)(net, images, labels)
+        assert audit(BALL.at(eps), images, result.images).all_valid
+        assert (result.distance <= eps * (1 + 1e-6)).all()
+        assert torch.equal(result.radius[result.distance > 0], eps[result.distance > 0])
+        torch.testing.assert_close(result.images[eps == 0], images[eps == 0], atol=1e-6, rtol=0)
+        if not eps.any():
+            assert result.success.nonzero().flatten().tolist() == [keep.index(WRONG)]
 
 
 def test_exact_projections_start_from_the_duals_of_the_last(
@@ -221,11 +195,9 @@ def test_exact_projections_start_from_the_duals_of_the_last(
     assert given == [False, True, True]
 
 
-def test_frank_wolfe_climbs_as_far_as_with_exact_corners(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_frank_wolfe_climbs_as_far_as_with_exact_corners(case: Case) -> None:
     """A step of length 1 is the oracle's corner: it gains nearly what the farthest point gains."""
-    model, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), images[:8]
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), case.images[:8]
     y = torch.zeros(8, dtype=torch.long)
     found = FrankWolfe(BALL, steps=1, until_success=False, objective="margin")(model, x, y)
     weight = (model[1].weight[1] - model[1].weight[0]).detach().view(1, 1, 8, 8).expand_as(x)
@@ -233,18 +205,6 @@ def test_frank_wolfe_climbs_as_far_as_with_exact_corners(
     gained, most = (((z - x) * weight).flatten(1).sum(1) for z in (found.images, exact))
     assert float(gained.sum()) >= 0.98 * float(most.sum()) > 0
     assert float(found.distance.max()) <= float(BALL.eps) * (1 + 1e-6)
-
-
-def test_histograms_with_a_matrix_cost() -> None:
-    torch.manual_seed(0)
-    line = (torch.arange(12.0)[:, None] - torch.arange(12.0)[None, :]).abs()
-    ball = WassersteinBall(0.4, DenseCost(line), box=None)
-    x, model = torch.rand(6, 12), nn.Linear(12, 3)
-    y = model(x).argmax(1)
-    for attack in (DualAveraging(ball, steps=15), FrankWolfe(ball, steps=5)):
-        result = attack(model, x, y)
-        assert audit(ball, x, result.images).all_valid
-        assert result.success.any()
 
 
 @pytest.mark.parametrize(
@@ -255,39 +215,38 @@ def test_histograms_with_a_matrix_cost() -> None:
         WassersteinBall(0.4, box=(0.2, 0.9)),
         WassersteinBall(0.4, box=None),
         WassersteinBall(0.4, GridCost(15)),
+        WassersteinBall(0.4, DenseCost((torch.arange(12.0)[:, None] - torch.arange(12.0)).abs())),
     ],
 )
 def test_other_balls(ball: WassersteinBall) -> None:
     torch.manual_seed(0)
-    x = torch.rand(5, 3, 6, 7).clamp(*(ball.box or (0, 1)))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(126, 4))
-    result = DualAveraging(ball, steps=10)(model, x, model(x).argmax(1))
-    assert audit(ball, x, result.images).all_valid
-    assert result.success.any()
+    histograms = isinstance(ball.cost, DenseCost)
+    x = torch.rand((5, 12) if histograms else (5, 3, 6, 7)).clamp(*(ball.box or (0, 1)))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 4))
+    for attack in (DualAveraging(ball, steps=15), FrankWolfe(ball, steps=5)):
+        result = attack(model, x, model(x).argmax(1))
+        assert audit(ball, x, result.images).all_valid
+        assert result.success.any()
 
 
-def test_until_success_false_raises_the_loss_further(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
-    first = DualAveraging(BALL, steps=20)(net, images, labels)
-    hardest = DualAveraging(BALL, steps=20, until_success=False)(net, images, labels)
+def test_until_success_false_raises_the_loss_further(case: Case) -> None:
+    first = DualAveraging(BALL, steps=20)(*case)
+    hardest = DualAveraging(BALL, steps=20, until_success=False)(*case)
     broken = first.success & hardest.success
     assert (hardest.loss >= first.loss - 1e-4)[broken].all()
     assert hardest.loss[broken].mean() > first.loss[broken].mean() + 0.1
     assert (hardest.n_steps <= 20).all()
     with torch.no_grad():
-        loss = nn.functional.cross_entropy(net(hardest.images), labels, reduction="none")
+        loss = nn.functional.cross_entropy(case.net(hardest.images), case.labels, reduction="none")
     torch.testing.assert_close(hardest.loss, loss, atol=1e-4, rtol=1e-4)
 
 
-def test_a_confident_model_still_has_a_gradient(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_a_confident_model_still_has_a_gradient(case: Case) -> None:
     """Cross-entropy in float32 is flat for logits like these; what the attack climbs is not."""
-    scaled = lambda z: 1e4 * net(z)
+    scaled = lambda z: 1e4 * case.net(z)
     plain, confident = (
-        ATTACKS["dual averaging"](net, images, labels),
-        ATTACKS["dual averaging"](scaled, images, labels),
+        ATTACKS["dual averaging"](*case),
+        ATTACKS["dual averaging"](scaled, case.images, case.labels),
     )
     assert int(confident.success.sum()) >= int(plain.success.sum()) - 1
     assert AttackStatus.NO_GRADIENT not in confident.status[:3]
@@ -402,7 +361,9 @@ def test_a_model_without_a_graph_has_no_gradient(
         assert not result.success.any() and result.status == (AttackStatus.NO_GRADIENT,)
 
 
-def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_memory_runs_out(case: Case) -> None:
+    net, images, labels = case
+
     def greedy(z: Tensor) -> Tensor:
         if z.shape[0] > 3:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -412,7 +373,7 @@ def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None
     with pytest.warns(RuntimeWarning, match="out of memory") as told:
         result = attack(greedy, images, labels)
     assert [str(w.message).split()[-2] for w in told] == ["5", "2"]
-    assert_same(result, attack(net, images, labels), tol=1e-3)
+    assert_same(result, attack(*case), tol=1e-3)
     with pytest.raises(RuntimeError, match="shapes"):  # other errors are the user's to see
         attack(lambda z: net(z) @ torch.ones(3, 3), images, labels)
 
@@ -428,15 +389,13 @@ def test_empty_batch(net: nn.Module) -> None:
         )
 
 
-def test_progress_bar_is_silent_unless_asked(
-    net: nn.Module, images: Tensor, labels: Tensor, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_is_silent_unless_asked(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("dual averaging", "pgd", "fast"):  # nobody asked, not even where a terminal is
-        ATTACKS[name](net, images[:2], labels[:2])
+        ATTACKS[name](case.net, case.images[:2], case.labels[:2])
         assert capfd.readouterr().err == ""
-    shown = replace(ATTACKS["dual averaging"], progress=True)(net, images, labels)
+    shown = replace(ATTACKS["dual averaging"], progress=True)(*case)
     assert "10" in capfd.readouterr().err  # images
-    assert_same(shown, ATTACKS["dual averaging"](net, images, labels), tol=0)
+    assert_same(shown, ATTACKS["dual averaging"](*case), tol=0)
 
 
 @pytest.mark.parametrize(
@@ -495,19 +454,15 @@ def test_errors_of_settings_say_what_is_wrong(
         kind(**{"ball": BALL, **settings})
 
 
-def test_an_objective_returns_one_value_per_image(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_an_objective_returns_one_value_per_image(case: Case) -> None:
     with pytest.raises(ValueError, match="one value per image"):
-        DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, images, labels)
+        DualAveraging(BALL, objective=lambda o, y, t: o.mean())(*case)
 
 
-def test_dropping_images_late_changes_nothing(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropping_images_late_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU finished images stay in the batch for some steps; their result must not move."""
     attacks = (ATTACKS["dual averaging"], ATTACKS["linf pgd"])
-    expected = [attack(net, images, labels) for attack in attacks]
+    expected = [attack(*case) for attack in attacks]
     monkeypatch.setitem(wball.attacks.batch.DROP_EVERY, "cpu", 3)
     for attack, before in zip(attacks, expected, strict=True):
-        assert_same(attack(net, images, labels), before, tol=1e-4)
+        assert_same(attack(*case), before, tol=1e-4)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from problems import Case
 from wball import DualAveraging, StandardAttack, WassersteinBall
 from wball.attacks import control, objectives, standard
 from wball.attacks.batch import Task
@@ -67,7 +68,7 @@ def test_a_loss_that_still_rises(
 
 
 def test_more_is_tried_on_images_that_are_almost_broken_only(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
         standard.MEMBERS,
@@ -75,13 +76,13 @@ def test_more_is_tried_on_images_that_are_almost_broken_only(
         (_Member("margin", 3.0, 5, decay=0.0), _Member("margin", steps=7, near=True)),
     )
     with torch.no_grad():
-        clean = objectives.margin(net(images), labels)
+        clean = objectives.margin(case.net(case.images), case.labels)
     seen = 0
     for eps in (0.01, 0.02, 0.04, 0.06, 0.1):
         ball = WassersteinBall(eps)
-        first = DualAveraging(ball, objective="margin", steps=5)(net, images, labels)
+        first = DualAveraging(ball, objective="margin", steps=5)(*case)
         near = ~first.success & (first.loss > standard.NEAR * clean)
-        found = StandardAttack(ball, version="fast", check=False)(net, images, labels)
+        found = StandardAttack(ball, version="fast", check=False)(*case)
         assert found.n_steps[~near].tolist() == first.n_steps[~near].tolist()
         assert bool((found.n_steps[near] > first.n_steps[near]).all())
         seen += int(near.sum())
@@ -116,11 +117,11 @@ def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
         assert sum(far) == 2 * draws, "random models are averaged anyway"
 
 
-def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    everyone, view = torch.ones(len(images), dtype=torch.bool), plain_view(net)
+def test_survivors_of_a_full_ball(case: Case) -> None:
+    everyone, view = torch.ones(len(case.images), dtype=torch.bool), plain_view(case.net)
     weak = (DualAveraging(BALL, steps=1, step_size=1e-9),)
     strong = (DualAveraging(BALL, steps=60, step_size=6.0),)
-    task = Task(net, images, labels)
+    task = Task(*case)
     missed = control.missed_in_full_ball(weak, view, task, everyone)
     assert missed.images >= 2
     none = control.missed_in_full_ball(strong, view, task, everyone)
@@ -128,13 +129,12 @@ def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor
     assert control.missed_in_full_ball(strong, view, task, ~everyone).of == 0
 
 
-def test_examples_by_a_hair_are_improved_and_count(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_examples_by_a_hair_are_improved_and_count(case: Case) -> None:
     """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
-    found = DualAveraging(WassersteinBall(0.3), steps=40)(net, images, labels)
+    net, images, labels = case
+    found = DualAveraging(WassersteinBall(0.3), steps=40)(*case)
     assert int(found.success.sum()) >= 7
-    _, _, clear = _judged(found, plain_view(net), Task(net, images, labels))
+    _, _, clear = _judged(found, plain_view(net), Task(*case))
     assert torch.equal(clear, found.success)
 
     def by_a_hair(z: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_examples_by_a_hair_are_improved_and_count(
     judged, _, clear = _judged(found, plain_view(by_a_hair), Task(by_a_hair, images, labels))
     assert int(judged.success.sum()) >= 5 and not bool(clear[judged.success].any())
     every = StandardAttack(WassersteinBall(0.3), version="fast", check=False)
-    whole = every(net, images, labels)
+    whole = every(*case)
     margin = net(whole.images[whole.success]).detach()
     own = labels[whole.success][:, None]
     ahead = margin.scatter(1, own, -torch.inf).amax(1) - margin.gather(1, own)[:, 0]
@@ -209,7 +209,7 @@ def test_a_model_that_is_weak_on_8_bit_images_alone_is_broken(
 
 
 def test_members_begin_at_the_best_attempt_so_far(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step from there ends higher than one step from the clean image."""
     begin, ends = _Member("margin", steps=40), []
@@ -219,7 +219,7 @@ def test_members_begin_at_the_best_attempt_so_far(
         monkeypatch.setattr(
             standard, "_is_better", lambda best, index, found: torch.ones_like(found.success)
         )
-        found = StandardAttack(BALL, version="fast", check=False)(net, images, labels)
+        found = StandardAttack(BALL, version="fast", check=False)(*case)
         assert found.member is not None
         ends.append(found.loss[~found.success])
     assert len(ends[0]) >= 3 and float(ends[1].mean()) > float(ends[0].mean())

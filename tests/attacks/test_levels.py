@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from problems import Case
 from wball import PGD, DualAveraging, LinfBall, StandardAttack, WassersteinBall, audit, evaluate
 from wball.attacks import Attack
 from wball.attacks.levels import rounded
@@ -57,9 +58,9 @@ def test_rounding_moves_less_than_a_level_and_keeps_every_channel() -> None:
     assert torch.equal((q * 255).round().flatten(2).sum(2), (x * 255).round().flatten(2).sum(2))
 
 
-def test_images_must_be_on_the_levels(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_images_must_be_on_the_levels(case: Case) -> None:
     with pytest.raises(ValueError, match="multiples of 1/255"):
-        DualAveraging(WassersteinBall(0.1), levels=256)(net, images, labels)
+        DualAveraging(WassersteinBall(0.1), levels=256)(*case)
     with pytest.raises(ValueError, match="levels"):
         DualAveraging(WassersteinBall(0.1), levels=1)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from problems import Case
 from wball import (
     DecisionSearch,
     DualAveraging,
@@ -197,15 +198,14 @@ def test_bounded_outputs_are_climbed_by_what_is_behind_them(
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e30])
-def test_logits_of_any_scale_are_climbed(
-    factor: float, net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_logits_of_any_scale_are_climbed(factor: float, case: Case) -> None:
     """The cross-entropy of logits that hardly differ rounds to a constant."""
+    net, images, labels = case
     ball, model = WassersteinBall(0.3), lambda z: factor * net(z)
     view = best_view(model, images, labels, ball)
     assert view.model is not model and view.own and view.is_useful
     found = StandardAttack(ball, version="fast", check=False)(model, images, labels)
-    plain = StandardAttack(ball, version="fast", check=False)(net, images, labels)
+    plain = StandardAttack(ball, version="fast", check=False)(*case)
     assert found.reliable and int(found.success.sum()) >= int(plain.success.sum()) - 1
 
 
@@ -261,17 +261,15 @@ def test_shattered_gradients_are_averaged(images: Tensor) -> None:
     assert torch.equal(Smoothed(shattered, 0.1)(z), shattered(z))
 
 
-def test_stand_ins_serve_where_only_a_part_has_no_gradient(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_stand_ins_serve_where_only_a_part_has_no_gradient(case: Case) -> None:
     """The own gradient of a filter with detached weights is good, but not the whole one."""
 
     def model(z: Tensor) -> Tensor:
-        return net(z * (1.6 - z).detach())
+        return case.net(z * (1.6 - z).detach())
 
-    view = best_view(model, images, labels, WassersteinBall(0.1))
+    view = best_view(model, case.images, case.labels, WassersteinBall(0.1))
     assert not view.own and view.clear and isinstance(view.model, StandIns)
-    assert best_view(net, images, labels, WassersteinBall(0.1)).own
+    assert best_view(*case, WassersteinBall(0.1)).own
 
 
 @pytest.mark.parametrize("hard", [True, False])
@@ -295,15 +293,11 @@ def test_all_networks_of_a_vote_are_climbed(hard: bool, net: nn.Module, images: 
     assert all(float(cosine.min()) > 0.2 for cosine in alone), "each has its part"
 
 
-def test_a_search_asks_a_model_in_inference_mode(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_a_search_asks_a_model_in_inference_mode(case: Case) -> None:
     found = ScoreSearch(WassersteinBall(0.3), queries=60, progress=False)(
-        _inferred(net), images, labels
+        _inferred(case.net), case.images, case.labels
     )
-    assert torch.equal(
-        found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(net, images, labels).images
-    )
+    assert torch.equal(found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(*case).images)
 
 
 def test_models_that_switch_at_random_are_noticed(
@@ -386,14 +380,12 @@ def _decoys(net: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["softmax", "maximum", "transposed", "nearest"])
-def test_decoys_are_opened_or_not_believed(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
-    model, ball = _decoys(net)[name], WassersteinBall(0.3)
+def test_decoys_are_opened_or_not_believed(name: str, case: Case) -> None:
+    model, ball = _decoys(case.net)[name], WassersteinBall(0.3)
     with torch.no_grad():
-        y = model(images).argmax(1)
-    result = StandardAttack(ball, version="fast", check=False)(model, images, y)
-    plain = StandardAttack(ball, version="fast", check=False)(net, images, labels)
+        y = model(case.images).argmax(1)
+    result = StandardAttack(ball, version="fast", check=False)(model, case.images, y)
+    plain = StandardAttack(ball, version="fast", check=False)(*case)
     assert int(result.success.sum()) >= int(plain.success.sum()) - 1 or not result.reliable
 
 
@@ -451,7 +443,7 @@ def test_random_answers_are_averaged_and_judged_by_majority(
     assert result.success.sum() >= 7 and float(again[result.success].mean()) > 0.7
 
 
-def test_a_sound_model_is_believed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    view = best_view(net, images, labels, WassersteinBall(0.1))
-    assert view.own and view.is_useful and not view.random and view.model is net
-    assert StandardAttack(WassersteinBall(0.02), version="fast")(net, images, labels).reliable
+def test_a_sound_model_is_believed(case: Case) -> None:
+    view = best_view(*case, WassersteinBall(0.1))
+    assert view.own and view.is_useful and not view.random and view.model is case.net
+    assert StandardAttack(WassersteinBall(0.02), version="fast")(*case).reliable

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from problems import Case
 from wball import (
     PGD,
     DualAveraging,
@@ -34,13 +35,11 @@ def test_growing_radius_schedule() -> None:
             GrowingRadius(**bad)
 
 
-def test_pgd_with_growing_radius_gives_a_curve(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_pgd_with_growing_radius_gives_a_curve(case: Case) -> None:
     attack = PGD(LinfBall(0.01), steps=30, step_size=0.02, growth=GrowingRadius(1.5, 3))
-    result = attack(net, images, labels)
+    result = attack(*case)
     assert result.success.sum() > 3
-    change = (result.images - images).flatten(1).abs().amax(1)
+    change = (result.images - case.images).flatten(1).abs().amax(1)
     assert (change <= result.radius + 1e-6).all()
     curve = [result.accuracy_at(eps) for eps in (0.0, 0.01, 0.05, 0.1, 1.0)]
     assert (
@@ -73,11 +72,10 @@ def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor
     assert (result.images >= 0).all() and (result.images <= 1).all()
 
 
-def test_minimal_radius_is_proved_and_consistent(
-    net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_minimal_radius_is_proved_and_consistent(case: Case) -> None:
+    net, images, labels = case
     attack = DualAveraging(BALL, steps=15)
-    found = minimal_radius(net, images, labels, attack, hi=0.5, rounds=4)
+    found = minimal_radius(*case, attack, hi=0.5, rounds=4)
     with torch.no_grad():
         wrong = net(found.images).argmax(1) != labels
     assert torch.equal(wrong, found.success) and torch.equal(found.success, found.radius.isfinite())
@@ -86,16 +84,14 @@ def test_minimal_radius_is_proved_and_consistent(
     assert audit(BALL.at(found.radius.clamp(max=0.5)), images, found.images).all_valid
     # at the radius found the attack's ball holds an example; the curve cannot be above one run at a fixed radius
     for eps in (0.1, 0.5):
-        assert found.accuracy_at(eps) <= attack.at(eps)(net, images, labels).robust_accuracy + 0.11
+        assert found.accuracy_at(eps) <= attack.at(eps)(*case).robust_accuracy + 0.11
     curve = [found.accuracy_at(eps) for eps in (0.0, 0.05, 0.1, 0.2, 0.4)]
     assert curve == sorted(curve, reverse=True)
 
 
-def test_more_rounds_only_improve(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_more_rounds_only_improve(case: Case) -> None:
     attack = DualAveraging(BALL, steps=10)
-    radii = [
-        minimal_radius(net, images, labels, attack, hi=0.5, rounds=r).radius for r in (0, 2, 4)
-    ]
+    radii = [minimal_radius(*case, attack, hi=0.5, rounds=r).radius for r in (0, 2, 4)]
     assert (radii[1] <= radii[0]).all() and (radii[2] <= radii[1]).all()
     finite = radii[0].isfinite() & (radii[0] > 0)
     assert radii[2][finite].mean() < radii[0][finite].mean()
@@ -146,27 +142,26 @@ def test_minimal_radius_of_an_attack_that_leaves_its_radius() -> None:
     )
 
 
-def test_minimal_radius_errors(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_minimal_radius_errors(case: Case) -> None:
     with pytest.raises(ValueError, match="hi must be"):
-        minimal_radius(net, images, labels, DualAveraging(BALL, steps=1), hi=math.inf)
+        minimal_radius(*case, DualAveraging(BALL, steps=1), hi=math.inf)
     with pytest.raises(TypeError, match=r"attack must be .* got 'fast'"):
-        minimal_radius(net, images, labels, "fast")  # type: ignore[arg-type]
+        minimal_radius(*case, "fast")  # type: ignore[arg-type]
     attack = PGD.paper("mnist", steps=5, max_iter=50)
     with pytest.raises(ValueError, match="mode 'paper'"):
-        minimal_radius(net, images[:2], labels[:2], attack, hi=2.0)
+        minimal_radius(case.net, case.images[:2], case.labels[:2], attack, hi=2.0)
 
 
 @pytest.mark.parametrize("version", ["fast", pytest.param("standard", marks=pytest.mark.slow)])
-def test_standard_breaks_what_its_members_break(
-    version: Any, net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
+def test_standard_breaks_what_its_members_break(version: Any, case: Case) -> None:
+    net, images, labels = case
     ball = BALL.at(0.06)
     attack = StandardAttack(ball, version=version, batch_size=4)
-    result = attack(net, images, labels)
+    result = attack(*case)
     assert audit(ball, images, result.images).all_valid
     members = attack.members(classes=5)
     assert result.member is not None
-    alone = members[0](net, images, labels)
+    alone = members[0](*case)
     assert torch.equal(alone.success, result.member == 0)
     assert torch.equal(result.member >= 0, result.success)
     survivors = ~result.success

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from problems import Case
 from wball import AttackResult, DualAveraging, FrankWolfe, WassersteinBall
 from wball.attacks import recording
 from wball.attacks.base import Attack
@@ -58,18 +59,16 @@ def same(a: AttackResult, b: AttackResult) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_recorded_attack_returns_what_the_attack_returns(
     name: str,
-    net: nn.Module,
-    images: Tensor,
-    labels: Tensor,
+    case: Case,
     replays: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("wball.attacks.batch.DROP_FROM", {"cpu": 0.5})
-    recorded = ATTACKS[name](net, images, labels)
+    recorded = ATTACKS[name](*case)
     made, used = replays
     assert made > 0 and used > made
     monkeypatch.delitem(recording.RECORDERS, "cpu")
-    same(recorded, ATTACKS[name](net, images, labels))
+    same(recorded, ATTACKS[name](*case))
     assert replays == [made, used]
 
 
@@ -146,10 +145,10 @@ def test_a_recording_that_does_something_else_is_refused(
 
 
 def test_an_attack_goes_on_where_its_steps_cannot_be_recorded(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attack = ATTACKS["with plans, to the end"]
-    expected = attack(net, images, labels)
+    expected = attack(*case)
 
     def fails(function: Callable[[], None], *_: Any) -> Callable[[], None]:
         function()  # leaves something in the books
@@ -157,7 +156,7 @@ def test_an_attack_goes_on_where_its_steps_cannot_be_recorded(
 
     monkeypatch.setitem(recording.RECORDERS, "cpu", fails)
     with pytest.warns(RuntimeWarning, match="not permitted when stream is capturing"):
-        same(attack(net, images, labels), expected)
+        same(attack(*case), expected)
 
 
 class Reading(nn.Module):
