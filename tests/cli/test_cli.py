@@ -226,16 +226,6 @@ def test_radii_suit_the_data(here: Path, capsys: Capture) -> None:
     assert "quick search" not in out
 
 
-def test_a_model_at_chance_gets_a_hint(here: Path, capsys: Capture) -> None:
-    (here / "far.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "def model():\n    torch.manual_seed(0)\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
-    )
-    _, _, err = said(capsys, "evaluate", "far.py", *QUICK, "--limit", "20", "-o", "o")
-    assert "clean accuracy is only" in err and "--mean" in err
-
-
 def test_terminal_escapes_are_written_out(here: Path, capsys: Capture) -> None:
     evil = "a\x1b[2J\x07b"
     code, out, err = said(capsys, "evaluate", evil, "--data", evil)

@@ -145,6 +145,9 @@ class _Member:
         )
 
 
+SEARCH = _Member("scores")
+"""The search without gradients, which has no other settings."""
+
 MEMBERS: dict[str, tuple[_Member, ...]] = {
     "standard": (
         _Member("cross-entropy"),
@@ -271,24 +274,23 @@ class StandardAttack(Attack):
         )
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
-        kinds = self._gradient_members(targeted, classes)
+        kinds = [*self._gradient_members(targeted, classes), SEARCH]
         ensemble = _Ensemble(self, view, task)
-        for number, member in enumerate(members):
-            kind = kinds[number] if number < len(kinds) else None
+        for number, (kind, member) in enumerate(zip(kinds, members, strict=False)):
             here = ensemble.attacked_by(kind)
             if here.numel() == 0:
                 continue
             part = replace(task.take(here), model=view.model)
-            if kind is not None and kind.from_best and ensemble.best is not None:
+            if kind.from_best and ensemble.best is not None:
                 part = replace(part, start=ensemble.best.images[here])
-            if kind is not None and kind.smoothed:
+            if kind.smoothed:
                 if view.random or isinstance(view.model, Smoothed):  # averaged already
                     continue
                 smoothed = Smoothed(view.model, kind.smoothed, self.ball.box, generator)
                 part = replace(part, model=smoothed)
             with full_precision():  # examples that exist in TF32 only would end the search
                 found = member.take(here).attack_batch(part, generator, progress)
-            if kind is not None and kind.steady and found.rising is not None:
+            if kind.steady and found.rising is not None:
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)
         assert ensemble.best is not None
@@ -342,10 +344,10 @@ class _Ensemble:
         with torch.no_grad():
             self._almost = NEAR * objectives.margin(ask(view.model, task.x), task.y, task.target)
 
-    def attacked_by(self, kind: _Member | None) -> Tensor:
+    def attacked_by(self, kind: _Member) -> Tensor:
         """The images that a member attacks."""
         left = ~self._clear
-        if kind is not None and kind.near:
+        if kind.near:
             left &= self.near | self.rising
         return left.nonzero().squeeze(1)
 

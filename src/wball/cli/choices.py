@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wball.evaluation.stream import Stream
     from wball.model import Model
 
-SAMPLES = {"sample": "mnist", "mnist-sample": "mnist", "cifar10-sample": "cifar10"}
+SAMPLES = {"sample": "mnist", "cifar10-sample": "cifar10"}
 """Bundled images by name."""
 
 IN_MEMORY = 10**9
@@ -213,18 +213,6 @@ def radii(text: str) -> list[float]:
     return values
 
 
-def _few_right(model: Model, images: Images, count: int, seed: int) -> tuple[Tensor, Tensor, int]:
-    """Indices of at most ``count`` sampled images, which are classified correctly, and classes."""
-    import torch
-
-    from wball.model import as_found, ask, top_class
-
-    with torch.no_grad(), as_found(model, images.x.device):
-        some = stratified_sample(images.y, min(len(images.y), count), seed).to(images.x.device)
-        logits = ask(model, images.x[some])
-    return some, top_class(logits) == images.y[some], logits.shape[1]
-
-
 def sensible_radii(
     models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int
 ) -> list[float]:
@@ -232,11 +220,16 @@ def sensible_radii(
     import torch
 
     from wball.attacks import DualAveraging, minimal_radius
+    from wball.model import as_found, ask, top_class
 
     found = []
+    several = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(
+        images.y.device
+    )
     for model in models:
-        some, right, _ = _few_right(model, images, 4 * SEARCHED, seed)
-        if len(some := some[right][:SEARCHED]):
+        with torch.no_grad(), as_found(model, images.x.device):
+            right = top_class(ask(model, images.x[several])) == images.y[several]
+        if len(some := several[right][:SEARCHED]):
             attack = DualAveraging(ball.at(8.0), objective="margin", steps=10, progress=False)
             x, y = images.x[some], images.y[some]
             radius = minimal_radius(model, x, y, attack, hi=8.0, rounds=3).radius
@@ -293,15 +286,6 @@ def setting(assignment: str) -> tuple[str, Any]:
         return path, json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except json.JSONDecodeError:
         return path, text
-
-
-def check_clean_accuracy(model: Model, name: str, images: Images) -> None:
-    """Warn before a long run if the model classifies few images correctly."""
-    from wball.evaluation.doubts import near_chance
-
-    _, right, classes = _few_right(model, images, 100, 0)
-    for warning in near_chance(right, classes):
-        print(f"wball: warning: {name}: {warning}", file=sys.stderr)
 
 
 @contextlib.contextmanager

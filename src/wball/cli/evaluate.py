@@ -87,9 +87,8 @@ def evaluate(
     with choices.prints_aside(as_json):
         made = load_models(models, files, where)
         images = choices.load_images(pictures, where, seed, streamed=True)
-        for net, name in made:
+        for net, _ in made:
             probe(net, images.x, images.y)
-            choices.check_clean_accuracy(net, name, images)
     base = out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
     folders = [base if len(made) == 1 else base / file_name(name) for _, name in made]
     if (missing := why_not()) is not None:

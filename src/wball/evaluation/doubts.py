@@ -83,12 +83,7 @@ def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
 def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:
     """Whether the clean accuracy of an evaluation is near chance."""
     right = result.images["label"] == result.images["predicted"]
-    return near_chance(right, len(result.settings["data"]["classes"]))
-
-
-def near_chance(right: Tensor, classes: int) -> tuple[EvaluationWarning, ...]:
-    """Whether an accuracy is near that of guessing one of ``classes``."""
-    accuracy, chance = float(right.double().mean()), 1 / classes
+    accuracy, chance = float(right.double().mean()), 1 / len(result.settings["data"]["classes"])
     if len(right) < FEW or accuracy >= chance + ABOVE_CHANCE * (1 - chance):
         return ()
     return (

@@ -188,15 +188,14 @@ def test_images_with_channels_last(tmp_path: Path, size: tuple[int, int]) -> Non
             model(x[:, :1])
 
 
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_rows_of_a_table(layout: Any) -> None:
+def test_rows_of_a_table() -> None:
     """As scikit-learn's exporter writes a network of digits: images are its rows, and labels come beside the scores."""
     weight = np.random.default_rng(0).normal(size=(48, 5)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     proto = classifier(nodes, ["n", 48], {"w": weight})
     x = torch.rand(3, 3, 4, 4)
-    rows = x.flatten(1) if layout == "NCHW" else x.permute(0, 2, 3, 1).flatten(1)
-    torch.testing.assert_close(OnnxModel(proto, layout=layout)(x), rows @ torch.from_numpy(weight))
+    rows = x.flatten(1)
+    torch.testing.assert_close(OnnxModel(proto)(x), rows @ torch.from_numpy(weight))
     proto.graph.node.append(
         helper.make_node("ArrayFeatureExtractor", ["names", "y"], ["label"], domain="ai.onnx.ml")
     )

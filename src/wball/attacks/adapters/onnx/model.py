@@ -179,7 +179,6 @@ class _Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
         if len(wanted) == 1 and x.ndim == 4:  # rows of a table, as scikit-learn's models take them
-            x = x.permute(0, 2, 3, 1) if self.ends.layout == "NHWC" else x
             x = x.flatten(1)
         if len(wanted) == x.ndim - 1 and any(
             w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)
@@ -199,9 +198,6 @@ class _Classifier(nn.Module):
             found = torch.cat([self._run(part) for part in filled.split(batch)])[: len(x)]
         # Convolutional heads answer (B, K, 1, 1).
         return found.flatten(1) if found.ndim > 2 and found[0].numel() == found.shape[1] else found
-
-    def extra_repr(self) -> str:
-        return f"input={self.ends.image}, output={self.ends.output!r}"
 
 
 class OnnxModel(_Classifier):
@@ -256,11 +252,11 @@ class OnnxModel(_Classifier):
 
         A shape that was written down as a number often prevents it: those of ``Reshape`` are freed.
         """
-        batch, shape = self.ends.batch, [size for size in self.ends.shape if size is not None]
-        if batch is None or len(shape) < len(self.ends.shape):
+        batch, shape = self.ends.batch, self.ends.shape
+        if batch is None or None in shape:
             return
         generator = torch.Generator().manual_seed(0)
-        x = torch.rand((2 * batch, *shape), generator=generator).to(self.ends.dtype)
+        x = torch.rand((2 * batch, *shape), generator=generator).to(self.ends.dtype)  # type: ignore[arg-type]
         expected, fixed = self(x), dict(self.graph.constants)
         for node in self.graph.nodes:
             sizes = fixed.get(node.inputs[-1])
