@@ -22,8 +22,10 @@ def euclidean(height: int, width: int, p: float = 1.0) -> np.ndarray:
     return ((r[:, None] - r) ** 2 + (c[:, None] - c) ** 2) ** (p / 2)
 
 
-class Unsolved(RuntimeError):
-    """The solver gave up."""
+def gap(logits: Tensor, y: Tensor) -> Tensor:
+    """The margin: the label's logit, less the largest of the others."""
+    others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    return logits.gather(1, y[:, None])[:, 0] - others
 
 
 class _Program:
@@ -55,10 +57,8 @@ class _Program:
         data = [(v, i, k) for i, row in enumerate(self.rows) for k, v in row.items()]
         values, i, k = zip(*data, strict=True)
         matrix = csr_array((values, (i, k)), shape=(len(self.rows), len(self.low)))
-        for presolve in (
-            True,
-            False,
-        ):  # HiGHS sometimes fails to bring a solution back through its presolve
+        # HiGHS sometimes fails to bring a solution back through its presolve.
+        for presolve in (True, False):
             result = milp(
                 cost,
                 constraints=LinearConstraint(matrix, self.row_low, self.row_high),
@@ -68,22 +68,7 @@ class _Program:
             )
             if result.status == 0:
                 return float(result.fun), np.asarray(result.x)
-        raise Unsolved(result.message)
-
-
-def exact_margin(
-    layers: list[tuple[np.ndarray, np.ndarray]],
-    x: np.ndarray,
-    y: int,
-    cost: np.ndarray,
-    budget: float,
-    box: tuple[float, float] | None = (0.0, 1.0),
-) -> float:
-    """``min over the ball, over k != y, of logit[y] - logit[k]`` for a chain of affine maps with ReLU in between.
-
-    ``x`` is ``(C, n)``: mass moves inside a channel at ``cost`` (n, n), ``inf`` forbids a move.
-    """
-    return worst_plan(layers, x, y, cost, budget, box)[0]
+        raise RuntimeError(result.message)
 
 
 def worst_plan(
@@ -94,7 +79,11 @@ def worst_plan(
     budget: float,
     box: tuple[float, float] | None = (0.0, 1.0),
 ) -> tuple[float, np.ndarray]:
-    """The same and the plan ``(C, n, n)`` behind it, both up to the solver's tolerances."""
+    """``min over the ball, over k != y, of logit[y] - logit[k]`` for a chain of affine maps with ReLU in between.
+
+    ``x`` is ``(C, n)``: mass moves inside a channel at ``cost`` (n, n), ``inf`` forbids a move. Returns the minimum and
+    its plan ``(C, n, n)``, both up to the solver's tolerances.
+    """
     channels, n = x.shape
     places: list[tuple[int, int, int, int]] = []
     program = _Program()
@@ -208,4 +197,4 @@ def network_margin(
     cost = euclidean(*x.shape[1:]) if cost is None else cost
     budget = float(ball.budget(x[None])[0])
     pixels = x.double().flatten(1).numpy()
-    return exact_margin(affine_maps(net), pixels, y, cost, budget, ball.box)
+    return worst_plan(affine_maps(net), pixels, y, cost, budget, ball.box)[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from certificates.exact import euclidean, network_margin
+from certificates.exact import euclidean, gap, network_margin
 from wball.certificates import CertificateStatus, UnsupportedModule, certified_radius, certify
 
 WASSERSTEIN: dict[str, dict[str, Any]] = {
@@ -191,11 +191,6 @@ def test_over_a_ball_of_next_to_nothing_bounds_are_the_network(kind: str) -> Non
     for name in ("interval", "dual", "crown", "anchored"):
         found = certify(net, x.double(), y, wball.WassersteinBall(1e-9), **WASSERSTEIN[name]).margin
         torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
-
-
-def gap(logits: Tensor, y: Tensor) -> Tensor:
-    others = logits.scatter(1, y[:, None], -math.inf).amax(1)
-    return logits.gather(1, y[:, None])[:, 0] - others
 
 
 def lowest(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> Tensor:

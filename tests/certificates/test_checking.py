@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,16 +14,21 @@ import wball
 from certificates.exact import network_margin
 from certificates.test_certify import Varied, circular, dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
-from wball.certificates.checking.bounds import Checker
 from wball.certificates.checking.lines import lines, values_between
-from wball.certificates.checking.network import Network
-from wball.certificates.checking.plans import domain
-from wball.certificates.tracing import trace
+
+
+def curved(kind: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), kind(), nn.Linear(8, 3))
+
 
 NETS = {
     "circular": circular,
     "dense": lambda: dense_net(1, 4, (8, 6), 3, 0),
     "varied": Varied,
+    **{
+        kind.__name__: partial(curved, kind)
+        for kind in (nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Hardtanh)
+    },
 }
 BALLS = {
     "wasserstein": wball.WassersteinBall(0.05),
@@ -52,35 +58,21 @@ def test_plans_of_the_window_alone_are_proved_as_such() -> None:
     assert bool(verify(net, x, y, at, certify(net, x, y, at, plans="window")).confirmed.all())
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_claims_that_are_wrong_are_not_confirmed(seed: int) -> None:
-    """The checker computes its own bound, whatever a certificate claims."""
-    net, x = dense_net(1, 3, (8, 6), 3, seed), images(1, 1, 3, seed)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(2.0)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("eps", [0.1, 0.5, 2.0])
+def test_claims_that_are_wrong_are_not_confirmed(seed: int, eps: float) -> None:
+    """The checker computes its own bound, never above the exact minimum, whatever a certificate claims."""
+    channels, side = (1, 3) if seed % 2 else (2, 2)
+    net = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed)
+    x = images(1, channels, side, seed)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(eps)
     proof = certify(net, x, y, ball, "interval")
-    assert not bool(proof.certified.any())
-    assert set(verify(net, x, y, ball, proof).status) == {VerificationStatus.NOTHING}
+    if not bool(proof.certified.any()):
+        assert set(verify(net, x, y, ball, proof).status) == {VerificationStatus.NOTHING}
     forged = replace(proof, certified=torch.ones_like(proof.certified))
     found, exact = verify(net, x, y, ball, forged), network_margin(net, x[0], int(y), ball)
     assert found.disagreements == int(not found.confirmed)  # a forged claim may be true
     assert float(found.margin) <= exact + 1e-7
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("seed", range(4))
-def test_the_checker_is_never_above_the_exact_minimum(seed: int) -> None:
-    channels, side = (1, 3) if seed % 2 else (2, 2)
-    net, x = (
-        dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed),
-        images(2, channels, side, seed),
-    )
-    y, ball = net(x).argmax(1), wball.WassersteinBall(torch.tensor([0.1, 0.5]))
-    for k in range(2):
-        one, label = ball.take(torch.tensor([k])), int(y[k])
-        exact = network_margin(net, x[k], label, one)
-        network = Network(trace(net, x), x.device)
-        whole = Checker(network, domain(one, x[k], "full", 3.0))
-        assert float(whole.margins(label).amin()) <= exact + 1e-7
 
 
 def test_a_black_image_has_one_point() -> None:
@@ -88,19 +80,6 @@ def test_a_black_image_has_one_point() -> None:
     x = torch.zeros(1, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.5)
     assert bool(verify(net, x, y, ball, certify(net, x, y, ball)).confirmed.all())
-
-
-@pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Hardtanh])
-def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    net, x = (
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 8), curve(), nn.Linear(8, 3)),
-        images(2, 1, 4, 1),
-    )
-    y = net(x).argmax(1)
-    for ball in (wball.WassersteinBall(0.05), wball.LinfBall(0.02)):
-        at = ball.at(0.99 * certified_radius(net, x, y, ball, rounds=6))
-        assert bool(verify(net, x, y, at, certify(net, x, y, at)).confirmed.all())
 
 
 @pytest.mark.parametrize("curve", ["sigmoid", "tanh", "gelu", "silu"])

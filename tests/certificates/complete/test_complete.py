@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, network_margin, tiny
-from wball.certificates import CertificateStatus, anchor, certificate, certify, relaxation
+from wball.certificates import CertificateStatus, certificate, certify, relaxation
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import gains, search
 from wball.certificates.complete.bound import Problems
-from wball.certificates.complete.nodes import Closed, Nodes
 from wball.certificates.tracing import trace
 
 
@@ -88,25 +87,6 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
     assert len(sizes) >= 3 and set(sizes) == {1}
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_boxes_are_decided_by_enumeration_of_signs() -> None:
-    """An l-inf ball around one pixel: the margin is a piecewise linear function of one number."""
-    net = nn.Sequential(nn.Flatten(), nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 2))
-    with torch.no_grad():
-        net[1].weight.copy_(torch.tensor([[1.0], [-1.0], [1.0]]))
-        net[1].bias.copy_(torch.tensor([-0.5, 0.5, -0.6]))
-        net[3].weight.copy_(torch.tensor([[1.0, 1.0, -3.0], [0.0, 0.0, 0.0]]))
-        net[3].bias.copy_(torch.tensor([0.05, 0.0]))
-    x, y = torch.full((1, 1, 1, 1), 0.5), torch.tensor([0])
-    # |t - 0.5| + 0.05 - 3 (t - 0.6)^+ vanishes at t = 0.675.
-    safe = certify(net, x, y, wball.LinfBall(0.17), "complete")
-    assert safe.status == (CertificateStatus.CERTIFIED,)
-    broken = certify(net, x, y, wball.LinfBall(0.18), "complete")
-    assert broken.status == (CertificateStatus.FALSIFIED,)
-    assert broken.counterexample is not None
-    assert 0.675 < float(broken.counterexample) <= 0.68 + 1e-6
-
-
 def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     net, x, y, _ = tiny(3)
     ball = wball.WassersteinBall(0.05)
@@ -120,14 +100,6 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     assert stopped.status == (CertificateStatus.UNKNOWN,) and float(stopped.seconds.sum()) < 60
     with pytest.raises(ValueError, match="time_limit"):
         certify(net, x, y, ball, "complete", time_limit=0.0)
-
-
-def test_a_problem_closed_as_a_whole_leaves_no_parts() -> None:
-    closed = Closed([1])
-    state = {(kind, 1): torch.zeros(2, 3) for kind in ("alpha", "share", "beta", "sign")}
-    closed.add(Nodes(torch.zeros(2, dtype=torch.long), torch.ones(2), state), torch.tensor([4, 5]))
-    closed.forget(torch.tensor([4, 9]))
-    assert closed.leaves(4, 0) == () and len(closed.leaves(5, 0) or ()) == 1
 
 
 def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:
@@ -178,12 +150,15 @@ def test_parts_of_a_tree_cover_the_ball() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_answers_over_boxes_agree_with_mixed_integer_programs() -> None:
+    names = set()
     for seed in range(6):
         net, x, y, eps = tiny(seed)
         ball = wball.LinfBall(eps / 4)
         truth = box_margin(affine_maps(net), x.flatten().double().numpy(), int(y), eps / 4)
         name = agree(certify(net, x, y, ball, "complete", time_limit=20.0), net, x, y, ball, truth)
         assert name != "UNKNOWN" or abs(truth) < 1e-4, f"seed {seed}: margin {truth}"
+        names.add(name)
+    assert names >= {"CERTIFIED", "FALSIFIED"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -205,14 +180,3 @@ def test_images_closest_to_certification_come_first(monkeypatch: pytest.MonkeyPa
     margin = torch.tensor([-3.0, -0.5, -0.1, -7.0], dtype=torch.float64)
     searching.decide(x, y, margin, torch.zeros(4, dtype=torch.float64), Bounds())
     assert asked == [(2, 10.0), (1, 13.0), (0, 13.0), (3, 13.0)]
-
-
-@pytest.mark.parametrize(
-    "table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], [0, 0], []]
-)
-def test_rows_meet_the_gains_of_their_own_table(table: list[int]) -> None:
-    draw = torch.Generator().manual_seed(0)
-    gains = torch.rand((1 if table == [0, 0] else 6, 4, 40), generator=draw)
-    weight = torch.rand((len(table), 4), generator=draw)
-    found = anchor.Spread(torch.tensor(table, dtype=torch.long), len(gains)).product(weight, gains)
-    torch.testing.assert_close(found, torch.einsum("nu,num->nm", weight, gains[table]))
