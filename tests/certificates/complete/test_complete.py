@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 
 import pytest
@@ -43,17 +44,17 @@ def agree(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_answers_agree_with_mixed_integer_programs() -> None:
-    """Some stay open: prices of the box are optimised by Adam, which does not end at the optimum."""
+def test_answers_agree_with_mixed_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every image is decided, in seconds of the processor: however busy the machine is."""
+    monkeypatch.setattr(time, "monotonic", time.process_time)
     counts: Counter[str] = Counter()
     for seed in range(100, 108):
         net, x, y, eps = tiny(seed)
         ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
         truth = network_margin(net, x[0], int(y), ball)
-        counts[
-            agree(certify(net, x, y, ball, "complete", time_limit=3.0), net, x, y, ball, truth)
-        ] += 1
-    assert counts["UNKNOWN"] <= 2, counts
+        found = certify(net, x, y, ball, "complete", time_limit=20.0)
+        counts[agree(found, net, x, y, ball, truth)] += 1
+    assert not counts["UNKNOWN"], counts
 
 
 @pytest.mark.slow
