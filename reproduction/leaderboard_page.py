@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from reproduction import published
@@ -17,8 +16,6 @@ from wball.storage.atomic import write_whole
 from wball.storage.files import read_json
 
 PAGE = Path("docs/leaderboard.md")
-DECIDED = Path("results/complete_mnist.json")
-"""What complete verification decides (``python -m benchmarks proofs`` measures others)."""
 
 
 def tables(content: Data) -> list[Table]:
@@ -127,55 +124,26 @@ def decided(content: Data) -> Table:
     return Table([*head, "an image takes (median / mean / worst)", "and may take on average"], body)
 
 
-def page(content: Data, own: Data | None = None, searched: Data | None = None) -> str:
-    """The page of a board.
-
-    ``own`` is the stored recipe ``authors-weights``, ``searched`` what complete verification
-    decides.
-    """
-    title = 'Certified by complete verification (`method="complete"`)'
-    below = (claims(content, own), replace(decided(searched), title=title) if searched else None)
-    shown = [table.markdown() for table in (*tables(content), *(table for table in below if table))]
-    lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
-    rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
-    parts = (template("leaderboard.md"), *shown, rows, template("submission.md"))
+def page(content: Data, own: Data | None = None) -> str:
+    """The page of a board; ``own`` is the stored recipe ``authors-weights``."""
+    shown = [*tables(content), claims(content, own)]
+    flags = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
+    parts = (
+        template("leaderboard.md"),
+        *(table.markdown() for table in shown if table),
+        "\n".join(flags),
+        template("submission.md"),
+    )
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def _source(row: Data) -> str:
-    if row["paper"] is None:
-        return f"this library ({row['source']}), {row['architecture']}"
-    return f"[{row['authors']}]({row['paper']}), [weights]({row['source']})"
-
-
-def _made(row: Data) -> str:
-    origin, proofs = row["provenance"], row["certificate"]
-    commits = ", parts at ".join(
-        commit[:12] for commit in (origin["commit"], *origin.get("earlier_commits", ()))
-    )
-    said = (
-        f"`{origin['command']}` on {origin['device']}, commit {commits}, {origin['seconds']:g} s."
-    )
-    if "skipped" in proofs:
-        said += f" Certificate {proofs['skipped']}."
-    audit = row["attack"]["audit"]
-    said += f" {audit['valid']:,} examples audited, {audit['rejected']} rejected"
-    said += (
-        "" if "skipped" in proofs else f", {proofs['contradictions'] or 'none'} in a certified ball"
-    )
-    return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
-
-
-def beside(results: Path) -> tuple[Data | None, Data | None]:
-    """What a folder of results has for the page of its board, in the order of :func:`page`."""
-    claimed, searched = results / "paper" / "authors-weights.json", results / DECIDED.name
-    return (
-        read_json(claimed)["data"] if claimed.is_file() else None,
-        read_json(searched) if searched.is_file() else None,
-    )
+def beside(results: Path) -> Data | None:
+    """The stored recipe ``authors-weights`` of a folder of results."""
+    claimed = results / "paper" / "authors-weights.json"
+    return read_json(claimed)["data"] if claimed.is_file() else None
 
 
 def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     """Write the page beside the documentation."""
-    write_whole(to, page(filled(board), *beside(board.parent)).encode())
+    write_whole(to, page(filled(board), beside(board.parent)).encode())
     return to

@@ -15,7 +15,7 @@ ASSETS = "assets/reproduction"
 
 
 def template(name: str) -> str:
-    """What stands on a page around its results: a file beside this one."""
+    """The introduction of a page: a file beside this one."""
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
@@ -48,16 +48,7 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
         )
     if made.draw is not None:
         lines += ["", f"![{made.title}]({ASSETS}/{made.name}.png)"]
-    where = f"{origin['device']}, kernel {origin['kernel']}, torch {origin['versions']['torch']}, seed {origin['seed']}"
-    took = f"{origin['seconds']:g} s" + (f" ({origin['note']})" if "note" in origin else "")
-    commits = ", parts at ".join(
-        map(_commit, (origin["commit"], *origin.get("earlier_commits", ())))
-    )
-    lines += [
-        "",
-        f"<small>`{origin['command']}` on {where}; commit {commits}, {took}.</small>",
-        "",
-    ]
+    lines += ["", f"<small>results/paper/{made.name}.json, {origin['device']}</small>", ""]
     return "\n".join(lines)
 
 
@@ -76,12 +67,3 @@ def replaced(data: Any) -> Iterator[str]:
 def _checksum(name: str) -> str:
     """Of the weights that the zoo has now."""
     return str(describe_model(load_model(name))["sha256"])
-
-
-def _commit(said: str) -> str:
-    """
-    >>> _commit(40 * "a"), _commit(40 * "a" + " with local changes")
-    ('aaaaaaaaaaaa', 'aaaaaaaaaaaa with local changes')
-    """
-    number, _, more = said.partition(" ")
-    return f"{number[:12]} {more}".rstrip()
