@@ -48,9 +48,6 @@ class Problem:
     def mass(self) -> float:
         return float(self.x.sum())
 
-    def to(self, dtype: torch.dtype) -> Problem:
-        return Problem(self.ball, self.x.to(dtype), self.w.to(dtype), self.g.to(dtype), self.label)
-
 
 def _pixels(
     rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int]
@@ -172,9 +169,7 @@ class Case(NamedTuple):
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, kinds: tuple[Kind, ...] = ("grid",), boxes: bool = True, side: int = 8
-) -> Problem:
+def problems(draw: st.DrawFn, side: int = 8) -> Problem:
     """Hypothesis: the structure is drawn (and shrinks), the pixel values come from a drawn seed."""
     return random_problem(
         draw(st.integers(0, 2**20)),
@@ -184,8 +179,7 @@ def problems(
         p=draw(st.sampled_from((1.0, 2.0, 3.0))),
         radius=draw(st.sampled_from(RADII)),
         pixels=draw(st.sampled_from(PIXELS)),
-        kind=draw(st.sampled_from(kinds)),
-        box=draw(st.sampled_from(((0.0, 1.0), None))) if boxes else (0.0, 1.0),
+        box=draw(st.sampled_from(((0.0, 1.0), None))),
         mass=draw(st.sampled_from(("relative", "absolute"))),
     )
 

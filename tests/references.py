@@ -9,7 +9,6 @@ from typing import NamedTuple
 import cvxpy as cp
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
@@ -20,13 +19,11 @@ from wball.ball import WassersteinBall
 class Reference(NamedTuple):
     """An optimum by an independent solver.
 
-    ``objective`` is in image units (see each function), ``point`` has the shape of ``x``, ``plan`` is one number per
-    arc of each channel, ``(C, arcs)``.
+    ``objective`` is in image units (see each function), ``point`` has the shape of ``x``.
     """
 
     objective: float
     point: Tensor
-    plan: NDArray[np.float64]
 
 
 class _Program:
@@ -42,25 +39,22 @@ class _Program:
             else image.reshape(1, 1, -1)
         )
         height, width = (x.shape[-2], x.shape[-1]) if x.ndim == 4 else (1, x.shape[1])
-        self.shape, self.channels, self.n = x.shape, flat.shape[1], flat.shape[2]
-        self.arcs = arc_list(ball.cost, height, width)
+        self.shape, (_, channels, n) = x.shape, flat.shape
+        arcs = arc_list(ball.cost, height, width)
         self.mass = float(image.sum()) or 1.0
         self.centre = flat[0].numpy().reshape(-1) / self.mass
-        source = np.concatenate(
-            [[i + c * self.n for i, _, _ in self.arcs] for c in range(self.channels)]
-        )
-        target = np.concatenate(
-            [[j + c * self.n for _, j, _ in self.arcs] for c in range(self.channels)]
-        )
-        price = np.tile([c for *_, c in self.arcs], self.channels)
-        self.kept = np.flatnonzero(self.centre[source] > 0)
-        source, target, self.price = source[self.kept], target[self.kept], price[self.kept]
-        ones, size = np.ones(len(self.kept)), (len(self.centre), len(self.kept))
+        first = n * np.arange(channels)[:, None]  # pixel of each channel
+        source, target, price = map(np.array, zip(*arcs, strict=True))
+        source, target = ((first + ends).reshape(-1) for ends in (source, target))
+        price = np.tile(price, channels)
+        kept = self.centre[source] > 0
+        source, target, self.price = source[kept], target[kept], price[kept]
+        ones, size = np.ones(len(source)), (len(self.centre), len(source))
         self.rows = sparse.csr_matrix((ones, (source, np.arange(len(source)))), size)[
             self.centre > 0
         ]
         self.columns = sparse.csr_matrix((ones, (target, np.arange(len(target)))), size)
-        self.plan = cp.Variable(len(self.kept), nonneg=True)
+        self.plan = cp.Variable(len(source), nonneg=True)
         self.constraints: list[cp.Constraint] = [
             self.rows @ self.plan == self.centre[self.centre > 0]
         ]
@@ -98,10 +92,9 @@ class _Program:
         return float(problem.value)
 
     def result(self, objective: float) -> Reference:
-        plan = np.zeros(self.channels * len(self.arcs))
-        plan[self.kept] = self.mass * np.clip(np.asarray(self.plan.value), 0, None)
-        point = torch.from_numpy(np.asarray(self.columns @ plan[self.kept])).reshape(self.shape)
-        return Reference(objective, point, plan.reshape(self.channels, -1))
+        plan = self.mass * np.clip(np.asarray(self.plan.value), 0, None)
+        point = torch.from_numpy(np.asarray(self.columns @ plan)).reshape(self.shape)
+        return Reference(objective, point)
 
 
 def reference_projection(
@@ -139,21 +132,15 @@ def reference_support(
     return program.result(-program.mass * program.minimise(objective))
 
 
-def reference_distance(ball: WassersteinBall, x: Tensor, z: Tensor, reg: float = math.inf) -> float:
-    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf if there is none.
-
-    For finite ``reg`` it is ``<P, C>`` of the plan that minimises ``<P_hat, C> + (1/reg) sum P_hat log P_hat``.
-    """
+def reference_distance(ball: WassersteinBall, x: Tensor, z: Tensor) -> float:
+    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf if there is none."""
     program = _Program(ball, x)
     target = z.detach().cpu().double().reshape(-1).numpy() / program.mass
     reached = np.asarray(program.columns.sum(1)).reshape(-1) > 0
     if np.any(target[~reached] > 1e-9) or np.any(target < 0):
         return math.inf
     program.constraints.append(program.columns[reached] @ program.plan == target[reached])
-    objective = program.price @ program.plan
-    if math.isfinite(reg):
-        objective = objective - cp.sum(cp.entr(program.plan)) / reg
-    if not math.isfinite(program.minimise(objective)):
+    if not math.isfinite(program.minimise(program.price @ program.plan)):
         return math.inf
     relative = float(program.price @ np.clip(np.asarray(program.plan.value), 0, None))
     return relative if ball.mass == "relative" else relative * program.mass

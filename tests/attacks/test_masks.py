@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,10 @@ from wball.attacks.stand_ins import Smoothed, StandIns, Tapped
 from wball.attacks.views import ANSWERS, View, best_view
 
 Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+
+
+def fast(eps: float) -> StandardAttack:
+    return StandardAttack(WassersteinBall(eps), version="fast", check=False)
 
 
 def _in_place(net: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -173,7 +176,7 @@ def test_detours_lead_around_what_stand_ins_do_not_know(
     with torch.no_grad():
         torch.testing.assert_close(view.model(images), model(images))
     own = int(DualAveraging(ball, steps=20)(model, images, labels).success.sum())
-    found = StandardAttack(ball, version="fast", check=False)(model, images, labels)
+    found = fast(0.3)(model, images, labels)
     assert found.success.sum() >= 7 and int(found.success.sum()) >= own
     assert found.reliable and audit(ball, images, found.images).all_valid
 
@@ -198,14 +201,14 @@ def test_bounded_outputs_are_climbed_by_what_is_behind_them(
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e30])
-def test_logits_of_any_scale_are_climbed(factor: float, case: Case) -> None:
+def test_logits_of_any_scale_are_climbed(
+    factor: float, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """The cross-entropy of logits that hardly differ rounds to a constant."""
-    net, images, labels = case
-    ball, model = WassersteinBall(0.3), lambda z: factor * net(z)
-    view = best_view(model, images, labels, ball)
+    model = lambda z: factor * net(z)
+    view = best_view(model, images, labels, WassersteinBall(0.3))
     assert view.model is not model and view.own and view.is_useful
-    found = StandardAttack(ball, version="fast", check=False)(model, images, labels)
-    plain = StandardAttack(ball, version="fast", check=False)(*case)
+    found, plain = (fast(0.3)(m, images, labels) for m in (model, net))
     assert found.reliable and int(found.success.sum()) >= int(plain.success.sum()) - 1
 
 
@@ -230,7 +233,7 @@ def test_a_view_is_chosen_once_for_all_radii(
         return best_view(*args)
 
     monkeypatch.setattr("wball.attacks.standard.best_view", counted)
-    attack = StandardAttack(WassersteinBall(0.1), version="fast", check=False)
+    attack = fast(0.1)
     model = MASKS["8 bits"](net)
     minimal_radius(model, images, labels, attack, hi=0.3, rounds=1)
     assert len(chosen) == 1
@@ -344,19 +347,14 @@ def test_scores_that_leave_a_gpu_are_found(net: nn.Module, images: Tensor) -> No
 
 
 @pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph", "unique values"])
-def test_the_standard_attack_sees_through(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor
-) -> None:
-    ball, model = WassersteinBall(0.3), {**MASKS, "unique values": _unique}[name](net)
+def test_the_standard_attack_sees_through(name: str, case: Case) -> None:
+    attack, model = fast(0.3), {**MASKS, "unique values": _unique}[name](case.net)
     with torch.no_grad():
-        y = model(images.clone()).argmax(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        masked = StandardAttack(ball, version="fast")(model, images, y)
-        plain = StandardAttack(ball, version="fast")(net, images, labels)
+        y = model(case.images.clone()).argmax(1)
+    masked, plain = attack(model, case.images, y), attack(*case)
     assert plain.success.sum() >= 8
     assert masked.success.sum() >= 7, "an image or two more may survive behind a threshold"
-    assert audit(ball, images, masked.images).all_valid
+    assert audit(attack.ball, case.images, masked.images).all_valid
     with torch.no_grad():
         assert torch.equal(model(masked.images.clone()).argmax(1) != y, masked.success)
     assert "stand-in-gradients" in [finding.code for finding in masked.findings]
@@ -381,11 +379,10 @@ def _decoys(net: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
 @pytest.mark.parametrize("name", ["softmax", "maximum", "transposed", "nearest"])
 def test_decoys_are_opened_or_not_believed(name: str, case: Case) -> None:
-    model, ball = _decoys(case.net)[name], WassersteinBall(0.3)
+    model = _decoys(case.net)[name]
     with torch.no_grad():
         y = model(case.images).argmax(1)
-    result = StandardAttack(ball, version="fast", check=False)(model, case.images, y)
-    plain = StandardAttack(ball, version="fast", check=False)(*case)
+    result, plain = fast(0.3)(model, case.images, y), fast(0.3)(*case)
     assert int(result.success.sum()) >= int(plain.success.sum()) - 1 or not result.reliable
 
 
@@ -402,8 +399,7 @@ def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, imag
     result = search(outside, images, y)
     assert int(result.success.sum()) >= 7 and result.queries is not None
     assert int(result.queries.max()) <= 400 and int(result.queries[result.success].min()) < 100
-    attack = StandardAttack(WassersteinBall(0.01), version="fast", check=False)
-    assert not attack(outside, images, y).reliable
+    assert not fast(0.01)(outside, images, y).reliable
 
 
 def test_a_model_that_only_names_a_class_is_searched_by_labels(
@@ -431,9 +427,7 @@ def test_random_answers_are_averaged_and_judged_by_majority(
     net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
     noisy = lambda z: net(z + 0.05 * torch.randn_like(z))
-    result = StandardAttack(WassersteinBall(0.3), version="fast", check=False)(
-        noisy, images, labels
-    )
+    result = fast(0.3)(noisy, images, labels)
     assert not result.reliable and "random-answers" in [f.code for f in result.findings]
     again = (
         torch.stack([noisy(result.images).argmax(1) != labels for _ in range(ANSWERS)])

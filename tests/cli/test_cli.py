@@ -16,6 +16,7 @@ import pytest
 import torch
 import typer
 
+import problems
 import wball
 from wball.cli import choices, main
 from wball.cli.commands import app
@@ -101,6 +102,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_bytes(b"no model \x1b[2J")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WBALL_DATA", raising=False)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
     return tmp_path
 
 
@@ -114,6 +116,13 @@ def process(*arguments: str, **environment: str) -> tuple[list[str], dict[str, s
     """The command line and the environment of ``python -m wball`` in a process of its own."""
     variables = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     return [sys.executable, "-m", "wball", *arguments], {**variables, **environment}
+
+
+def grey_images(folder: Path, *labels: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label in labels:
+        (folder / label).mkdir(parents=True)
+        image.new("L", (6, 6), 99).save(folder / label / "1.png")
 
 
 def test_few_commands_with_few_options_that_explain_themselves(capsys: Capture) -> None:
@@ -165,11 +174,7 @@ def test_several_models_and_a_report_of_their_results(here: Path, capsys: Captur
 
 def test_models_are_files(here: Path, capsys: Capture) -> None:
     sys.path.insert(0, str(here))
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
-    weight = torch.linspace(-1, 1, 6).repeat(6)
-    net[1].weight.data.copy_(torch.stack([-weight, weight]))
-    net[1].bias.data.zero_()
-    net.eval()
+    net = problems.halves()
     torch.jit.save(torch.jit.script(net), here / "script.pt")
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (torch.rand(2, 1, 6, 6),), dynamic_shapes=({0: batch},))
@@ -412,10 +417,7 @@ def test_json_is_alone_on_stdout(command: str, here: Path, capsys: Capture) -> N
 
 
 def test_names_are_not_markup(here: Path, capsys: Capture) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for label in ("a", "b"):
-        (here / "set [bold]" / label).mkdir(parents=True)
-        image.new("L", (6, 6), 99).save(here / "set [bold]" / label / "1.png")
+    grey_images(here / "set [bold]", "a", "b")
     for command, more in (("evaluate", [*QUICK, "-o", "o"]), ("certify", [])):
         code, out, _ = said(capsys, command, "mine.py:halves", "-d", "set [bold]", "--grey", *more)
         assert code == 0 and "images of set [bold]" in out
@@ -455,10 +457,7 @@ def test_a_reader_that_had_enough() -> None:
 
 @pytest.mark.slow
 def test_a_locale_without_letters(here: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for label in ("漢字", "é"):
-        (here / "bilder ü" / label).mkdir(parents=True)
-        image.new("L", (6, 6), 99).save(here / "bilder ü" / label / "1.png")
+    grey_images(here / "bilder ü", "漢字", "é")
     words = ["evaluate", "mine.py:halves", "-d", "bilder ü", "--grey", *QUICK, "-o", "o"]
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
     line, environment = process(*words, **locale)

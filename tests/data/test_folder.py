@@ -40,9 +40,6 @@ def test_folder(tmp_path: Path) -> None:
     save_image(tmp_path / "dog" / "9.png", arrays["dog/1.png"][:3])
     with pytest.raises(ValueError, match=r"3 x 5.*6 x 5.*pass resize and crop"):
         load_folder(tmp_path)
-    (tmp_path / "dog" / "9.png").write_bytes((tmp_path / "dog" / "1.png").read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"9\.png cannot be read"):
-        load_folder(tmp_path)
 
 
 def test_folder_of_images_with_more_than_eight_bits(tmp_path: Path) -> None:
