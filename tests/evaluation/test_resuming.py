@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 
 from evaluation.linear import BALL, RADII, attack, measure, problem
+from wball import CertificateResult, DualAveraging, Evaluation, WassersteinBall, audit
 from wball.evaluation import FolderInUse, OtherSettings, evaluate
 from wball.storage.atomic import locked, write_whole
-from wball.storage.files import read_json, read_tensors, write_tensors
+from wball.storage.files import read_tensors, write_tensors
+
+batches = importlib.import_module("wball.evaluation.batches")
 
 
 class Dies(Exception):
@@ -87,12 +92,6 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="No space"):
         write_whole(tmp_path / "a", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
-    (tmp_path / "b.json").write_text('{"a": ')
-    with pytest.raises(ValueError, match="not a complete JSON"):
-        read_json(tmp_path / "b.json")
-    (tmp_path / "c.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ValueError, match="not a complete safetensors"):
-        read_tensors(tmp_path / "c.safetensors")
 
 
 def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
@@ -144,25 +143,58 @@ def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) ->
     before = measure(model, x, y, out=tmp_path / "net", name="m")
     assert measure(model, x, y, out=tmp_path / "net", name="m").summary() == before.summary()
     with pytest.raises(OtherSettings, match="logits for the first"):
-        evaluate(
-            nn.Sequential(*model, nn.Tanh()),
-            x,
-            y,
-            BALL,
-            RADII,
-            attack(),
-            out=tmp_path / "net",
-            name="m",
-        )
+        measure(nn.Sequential(*model, nn.Tanh()), x, y, out=tmp_path / "net", name="m")
     measure(lambda z: model(z), x, y, out=tmp_path / "function")
     with pytest.raises(OtherSettings, match="logits for the first"):
-        evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+        measure(lambda z: model(z).flip(1), x, y, out=tmp_path / "function")
 
-    class Dice(
-        nn.Module
-    ):  # random beyond torch's seeds: such a model is known by its weights alone
-        def forward(self, z: Tensor) -> Tensor:
-            return model(z) + float(np.random.default_rng().random())
+    def dice(z: Tensor) -> Tensor:
+        """Random beyond torch's seeds: such a model is known by its weights alone."""
+        return model(z) + float(np.random.default_rng().random())
 
     for _ in range(2):
-        measure(Dice(), x, y, out=tmp_path / "dice")
+        measure(dice, x, y, out=tmp_path / "dice")
+
+
+def test_an_interruption_among_certificates_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proved: list[int] = []
+    prove = batches.certify
+
+    def certify(model: nn.Module, images: Tensor, *rest: Any) -> CertificateResult:
+        proved.append(len(images))
+        if len(proved) == 3:
+            raise Dies
+        found: CertificateResult = prove(model, images, *rest)
+        return found
+
+    def run(folder: Path) -> Evaluation:
+        settings: dict[str, Any] = {"batch_size": 2, "name": "m", "command": "c"}
+        return measure(*problem(6), out=folder, certify="complete", **settings)
+
+    monkeypatch.setattr(batches, "certify", certify)
+    with pytest.raises(Dies):
+        run(tmp_path / "a")
+    resumed, calls = run(tmp_path / "a"), len(proved)
+    whole = run(tmp_path / "b")
+    assert calls - 3 < len(proved) - calls  # the batch that was finished is not proved again
+    assert torch.equal(resumed.images["certified"], whole.images["certified"])
+    assert float(whole.images["certified"].max()) > 0
+    first, second = (tmp_path / name / "results.json" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_counterexamples_of_complete_certificates_count_as_broken() -> None:
+    (model, x, _), ball = problem(4), WassersteinBall(1.0)
+    y = model(x).argmax(1)
+    timid = DualAveraging(ball, steps=1, step_size=1e-12)  # breaks nothing
+    result = evaluate(model, x, y, ball, [1.0], timid, certify="complete")
+    broken = result.images["read_as"] >= 0
+    assert broken.any()
+    assert (broken | (result.images["certified"] == 1.0)).all()  # every image is decided
+    assert (result.images["member"][broken] == -1).all()
+    assert not result.rejected
+    assert audit(ball, result.examples["original"], result.examples["adversarial"]).valid.all()
+    assert (model(result.examples["adversarial"]).argmax(1) != y[broken]).all()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from wball import WassersteinBall, audit, load_sample
+from wball import PGD, WassersteinBall, audit, load_sample
+from wball.attacks import GrowingRadius
 from wball.solvers import oracle
-from wball.solvers.oracle import TransportOracle
+from wball.solvers.oracle import EntropicProjection, TransportOracle
 
 
 def test_the_budget_is_spent_after_a_few_calls() -> None:
@@ -48,3 +50,25 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
     )
     for i in (0, 2):
         assert torch.equal(point.z[i], right.z[i]) and point.cost[i] == right.cost[i]
+
+
+@pytest.mark.parametrize("mode", ["exact", "paper"])
+def test_pgd_without_plans_is_pgd_with_plans(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    images = (1.8 * torch.rand(5, 2, 7, 8) - 0.4).clamp(0, 1)
+    images[3] = 0.0
+    model = nn.Sequential(nn.Flatten(), nn.Linear(112, 4))
+    y = model(images).argmax(1)
+    attack = PGD(
+        WassersteinBall(0.02), steps=12, reg=1e3, tol=1e-5, growth=GrowingRadius(1.5, 3), mode=mode
+    )
+    expected = attack(model, images, y)
+    monkeypatch.setattr(EntropicProjection, "serves", lambda *_: True)
+    monkeypatch.setattr(WassersteinBall, "project", None)
+    found = attack(model, images, y)
+    assert torch.equal(found.success, expected.success) and int(found.success.sum()) > 0
+    assert torch.equal(found.n_steps, expected.n_steps)
+    torch.testing.assert_close(found.images, expected.images, atol=1e-2, rtol=0)
+    if mode == "exact":
+        assert audit(attack.ball.at(found.radius), images, found.images).all_valid
+        assert (found.distance <= found.radius).all()

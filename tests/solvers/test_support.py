@@ -69,23 +69,6 @@ def test_samples_are_in_the_ball_and_reproducible(eps: float) -> None:
         assert float((first[2] - x[2]).abs().max()) > 0
 
 
-@pytest.mark.parametrize("seed", [0, 2, 6])
-def test_directions_without_curvature_cost_few_steps(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A box that drained pixels touch leaves pairs that exchange mass with nobody else; the torch version, too."""
-    monkeypatch.setenv("WBALL_KERNEL", "torch")
-    random = torch.Generator().manual_seed(seed)
-    draw = torch.rand((3, 1, 1, 6, 7), generator=random)
-    x = torch.where(
-        draw[1] < 0.3, torch.zeros(()), torch.where(draw[2] < 0.3, torch.ones(()), draw[0])
-    )
-    x = 0.1 + 0.8 * x.double()
-    g = 0.3 * torch.randn(x.shape, generator=random).double()
-    result = wball.WassersteinBall(0.1, wball.GridCost(3), box=(0.1, 0.9)).support(x, g)
-    assert bool(result.converged.all()) and int(result.n_iter) <= 60
-
-
 @pytest.mark.parametrize("size", [1e-38, 1e-15, 1e-12, 1e9, 1e30])
 def test_the_maximum_scales_with_the_direction(size: float) -> None:
     """Gradients of confident models are tiny, and nothing about the problem is."""

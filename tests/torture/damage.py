@@ -21,17 +21,14 @@ from wball.training.state import load_state
 Reader = Callable[[Path], Any]
 
 
-def _network() -> nn.Module:
+def _network(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
-    return dict(wball.load_weights(model, path).state_dict())
+    return dict(wball.load_weights(_network(1), path).state_dict())
 
 
 def _evaluation(path: Path) -> tuple[Any, ...]:

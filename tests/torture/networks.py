@@ -7,7 +7,6 @@ proves the certificate again.
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import wball
+from certificates.exact import gap
 from wball.certificates import UnsupportedModule, verify
 
 from .checks import Findings
@@ -70,21 +70,10 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
         "ceil_mode": draw.random() < 0.5,
     }
     pad = draw.choice((0, 1)) if small >= 2 else 0
-    curve = draw.choice(
-        (
-            nn.Sigmoid,
-            nn.Tanh,
-            nn.GELU,
-            nn.SiLU,
-            nn.ReLU6,
-            lambda: nn.Hardtanh(-0.5, 1.5),
-            lambda: nn.Hardtanh(0.0, 0.7),
-        )
-    )
-    matrix, lines = (
-        torch.randn(height, height) / height,
-        torch.randn(2, channels * height, 1) / height,
-    )
+    curves = (nn.Sigmoid(), nn.Tanh(), nn.GELU(), nn.SiLU(), nn.ReLU6(), nn.Hardtanh(-0.5, 1.5))
+    curve = draw.choice((*curves, nn.Hardtanh(0.0, 0.7)))
+    matrix = torch.randn(height, height) / height
+    lines = torch.randn(2, channels * height, 1) / height
     convolution = nn.Conv2d(
         channels, out, kernel, stride=draw.choice((1, 1, 2)), padding=draw.randint(0, kernel - 1),
         dilation=1 if kernel * 2 > small else draw.choice((1, 2)), groups=groups, bias=draw.random() < 0.8,
@@ -96,8 +85,8 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
         nn.utils.parametrizations.weight_norm(nn.Conv2d(channels, out, 1)),
         nn.utils.parametrizations.spectral_norm(nn.Conv2d(channels, out, 1)),
         prune.l1_unstructured(nn.Conv2d(channels, out, 1), "weight", 0.3),
-        curve(),
-        curve(),
+        curve,
+        curve,
         nn.ConvTranspose2d(channels, out, kernel, stride=draw.choice((1, 2))),
         nn.ReLU(inplace=draw.random() < 0.5),
         nn.ReLU(),
@@ -175,11 +164,6 @@ def a_ball(draw: random.Random) -> wball.WassersteinBall | wball.LinfBall:
     return wball.WassersteinBall(0.02, cost, box=box, mass=draw.choice(("relative", "absolute")))
 
 
-def margins(logits: Tensor, y: Tensor) -> Tensor:
-    own = logits.gather(1, y[:, None])[:, 0]
-    return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
-
-
 def certify_and_attack(seed: int, found: Findings) -> int:
     """Number of certificates of a random network. Each was attacked, and checked again."""
     draw = random.Random(seed)
@@ -210,8 +194,8 @@ def certify_and_attack(seed: int, found: Findings) -> int:
     for z in points:
         logits = net(z.to(dtype)).detach().double()
         size = 64 * max(torch.finfo(dtype).eps, torch.finfo(z.dtype).eps) * logits.abs().amax(1)
-        wrong = proof.certified & (margins(logits, y) < proof.margin.clamp(min=0) - size)
-        found.expect(not wrong.any(), "unsound", f"seed {seed}: {margins(logits, y).tolist()}")
+        wrong = proof.certified & (gap(logits, y) < proof.margin.clamp(min=0) - size)
+        found.expect(not wrong.any(), "unsound", f"seed {seed}: {gap(logits, y).tolist()}")
     checked = verify(net, x, y, at, proof)
     found.expect(not checked.disagreements, "unconfirmed", f"seed {seed}: {checked.margin}")
     return int(proof.certified.sum())

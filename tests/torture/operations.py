@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from certificates.exact import gap
 
 from .cases import Case, make
 from .checks import (
@@ -96,11 +96,8 @@ def _distance(case: Case, found: Findings) -> None:
     """To a sample of the ball, compared with the audit, and of an image to itself."""
     ball, x = case.ball, case.x
     z = ball.sample(x, torch.Generator().manual_seed(case.index))
-    far, own, audited = (
-        ball.distance(x, z),
-        ball.distance(x, centre(ball, x)),
-        _audit(case, found, z),
-    )
+    far, own = ball.distance(x, z), ball.distance(x, centre(ball, x))
+    audited = _audit(case, found, z)
     assert audited is not None
     found.expect(far.shape == x.shape[:1] and far.dtype is torch.float64, "shape", far)
     found.expect(not far.isnan().any(), "nan", far)
@@ -126,17 +123,17 @@ class _Net(nn.Module):
         return self.out(self.dropout(torch.relu(self.hidden(x.flatten(1)))))
 
 
-def _model(case: Case) -> tuple[nn.Module, Tensor]:
-    net = _Net(tuple(case.x.shape[1:]), case.index, float(case.rng.choice([0.1, 1.0, 1.0, 100.0])))
-    net = net.eval().double() if case.x.dtype is torch.float64 else net.eval()
+def _model(case: Case, x: Tensor) -> tuple[_Net, Tensor]:
+    net = _Net(tuple(x.shape[1:]), case.index, float(case.rng.choice([0.1, 1.0, 1.0, 100.0])))
+    net = net.eval().double() if x.dtype is torch.float64 else net.eval()
     with torch.no_grad():
-        y = net(case.x.detach().to(net.out.weight.dtype)).argmax(1)
-    return net.train(), y
+        return net, net(x.detach().to(net.out.weight.dtype)).argmax(1)
 
 
 def _attack(case: Case, found: Findings) -> None:
     """The examples are valid, ``success`` and ``distance`` are true, and the model is left as it was."""
-    model, y = _model(case)
+    model, y = _model(case, case.x)
+    model.train()
     result = ATTACKS[case.operation](case.ball, case, case.rng)(model, case.x, y)
     z = result.images
     check_point(found, case, z)
@@ -163,33 +160,26 @@ def _certify(case: Case, found: Findings) -> None:
     rng, ball, x = case.rng, case.ball, case.x
     if x[:1].numel() > 300:
         x, ball = x[:0], ball.at(0.1)
-    net = _Net(tuple(x.shape[1:]), case.index, float(rng.choice([0.1, 1.0, 1.0, 100.0]))).eval()
-    net = net.double() if x.dtype is torch.float64 else net
+    net, y = _model(case, x)
     method = str(rng.choice(["interval", "crown", "crown", "anchored", "dual", "alpha-crown"]))
     plans = str(rng.choice(["full", "window"]))
-    y = net(x.detach().to(net.out.weight.dtype)).argmax(1)
     result = wball.certify(net, x, y, ball, method, plans, steps=3)  # type: ignore[arg-type]
     said = result.margin
     found.expect(said.shape == y.shape and not said.isnan().any(), "nan", f"margin {said.tolist()}")
     wide = net.double()
     tried = [x.double(), ball.sample(x.double(), torch.Generator().manual_seed(1))]
     z = x.detach().double().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(_margin(wide(z), y).sum(), z)
+    (gradient,) = torch.autograd.grad(gap(wide(z), y).sum(), z)
     if bool(gradient.isfinite().all()):
         tried.append(ball.support(x.double(), -gradient, tol=1e-3, max_iter=30).point)
     for point in tried:
         with torch.no_grad():
-            margin = _margin(wide(point), y)
+            margin = gap(wide(point), y)
         size = 1e-6 * (margin.abs() + 1)
         if x.dtype is not torch.float64:  # the network that was bounded rounds to float32
             size = size + 1e-4 * wide(point).abs().amax(1).detach()
         text = f"{method} {plans}: {said.tolist()} > {margin.tolist()}"
         found.expect((said <= margin + size).all(), "unsound", text)
-
-
-def _margin(logits: Tensor, y: Tensor) -> Tensor:
-    own = logits.gather(1, y[:, None])[:, 0]
-    return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 
 
 OPERATIONS: dict[str, Callable[[Case, Findings], None]] = {

@@ -164,16 +164,3 @@ def test_rounding_holds_back_next_to_nothing_at_radii_in_use() -> None:
             budget = ball.budget(x)
             assert torch.equal(ball.problem(x).spendable(), budget)
             assert bool((ball.problem(x).spendable(ROUNDINGS) >= (1 - 1e-4) * budget).all())
-
-
-def test_huge_regularisation_is_the_exact_projection() -> None:
-    """lambda to infinity: the entropic answers approach the exact one, and none of them overflows on the way."""
-    x = wball.load_sample("mnist")[0][:1]
-    w = x + 0.1 * torch.randn_like(x).sign()
-    ball = wball.WassersteinBall(0.1)
-    exact = ball.project(x.double(), w.double(), tol=1e-7)
-    for reg, off in ((1e3, 0.3), (1e6, 1e-2), (1e9, 1e-4)):
-        near = ball.project(x.double(), w.double(), reg, tol=1e-7).point
-        half = 0.5 * (w.double() - near).square().sum()
-        assert float(half) <= float(exact.objective) * (1 + off) + 1e-9, reg
-    assert math.isfinite(float(exact.gap))
