@@ -66,7 +66,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
             x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous(), *out,
             *staged, wide, table.offset, table.exact_fee if exact else table.fee, table.pair_offset, table.pair_fee,
             1, int(warm), lo, hi, slack, request.sweeps if box is not None else 0, request.newton, float(request.momentum),
-            **table.constants(offsets=not exact), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
+            **table.constants(), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
             MOMENTUM=request.momentum > 0, EXACT=exact, BLOCK=table.block,
             num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip

@@ -413,6 +413,7 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
         solved = solved and abs(slope) <= settings.SPENT * step.precision * p.budget
         if linear and p.tau == 0.0:
             solved = solved and abs(slope) <= settings.SPENT_LINEAR * moved + 1e-13 * p.budget
+            solved = solved and taken > 0  # or plans drift along prices that are never corrected
         if solved or taken >= min(settings.INNER, left) or p.stop[0] != 0:
             return psi, dual - pull + psi * abs(slope), taken, solved
         d_psi = _direction(p, step, u, psi, shares, gradient, slope, d)

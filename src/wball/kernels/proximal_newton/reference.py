@@ -200,6 +200,7 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
         solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
         if problem.exact and problem.columns.linear:
             solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
+            solved &= taken > 0  # or plans drift along prices that are never corrected
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved

@@ -464,6 +464,7 @@ def _solve_kernel(
                 )
                 if LINEAR:
                     solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
+                    solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
