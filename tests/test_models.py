@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -126,13 +128,17 @@ def test_normalized_equals_normalising_outside() -> None:
     assert model.double()(x.double()).dtype == torch.float64
 
 
-def test_normalized_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match="std > 0"):
-        Normalized(nn.Identity(), 0.5, 0.0)
-    with pytest.raises(ValueError, match="one of each per channel"):
-        Normalized(nn.Identity(), (0.5, 0.5), 0.2)
-    with pytest.raises(ValueError, match="3 channels"):
-        Normalized(nn.Identity(), (0.5, 0.5), (0.2, 0.2))(torch.rand(1, 3, 4, 4))
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        (0.5, 0.0, "std > 0"),
+        ((0.5, 0.5), 0.2, "one of each per channel"),
+        ((0.5, 0.5), (0.2, 0.2), "3 channels"),
+    ],
+)
+def test_normalized_refuses_nonsense(mean: Any, std: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Normalized(nn.Identity(), mean, std)(torch.rand(1, 3, 4, 4))
 
 
 def test_binarized_values_are_exact_and_gradients_pass_through() -> None:

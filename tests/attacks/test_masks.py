@@ -33,14 +33,6 @@ def fast(eps: float) -> StandardAttack:
     return StandardAttack(WassersteinBall(eps), version="fast", check=False)
 
 
-def _in_place(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda z: net(z.mul_(16).round_().div_(16))
-
-
-def _where(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda z: net(torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)))
-
-
 def _one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
     """As a decoder does it: bytes, channels last."""
 
@@ -83,12 +75,14 @@ def _inferred(net: nn.Module) -> Callable[[Tensor], Tensor]:
 MASKS: dict[str, Wrap] = {
     "8 bits": lambda net: lambda z: net((z * 255).round() / 255),
     "3 bits": lambda net: lambda z: net(torch.floor(z * 8) / 8),
-    "in place": _in_place,
+    "in place": lambda net: lambda z: net(z.mul_(16).round_().div_(16)),
     "bytes": lambda net: lambda z: net((z * 255).byte().float() / 255),
     "floor division": lambda net: lambda z: net((z * 16) // 1 / 16),
     "threshold": lambda net: lambda z: net((z >= 0.5).float()),
     "reversed threshold": lambda net: lambda z: net(1 - (z < 0.5).to(z.dtype)),
-    "where": _where,
+    "where": lambda net: (
+        lambda z: net(torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)))
+    ),
     "heaviside": lambda net: lambda z: net(torch.heaviside(z - 0.5, torch.ones(1))),
     "sign": lambda net: lambda z: net((torch.sign(z - 0.5) + 1) / 2),
     "detached": lambda net: lambda z: net(z.detach()),
@@ -233,16 +227,14 @@ def test_a_view_is_chosen_once_for_all_radii(
         return best_view(*args)
 
     monkeypatch.setattr("wball.attacks.standard.best_view", counted)
-    attack = fast(0.1)
-    model = MASKS["8 bits"](net)
-    minimal_radius(model, images, labels, attack, hi=0.3, rounds=1)
+    attack, case = fast(0.1), (MASKS["8 bits"](net), images[:4], labels[:4])
+    minimal_radius(*case, attack, hi=0.3, rounds=1)
     assert len(chosen) == 1
-    ball = WassersteinBall(0.3)
-    evaluate(model, images, labels, ball, [0.1, 0.3], "fast", batch_size=6, progress=False)
+    evaluate(*case, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=2, progress=False)
     assert len(chosen) == 1 + 2, "one for each of two batches"
-    prepared = attack.prepared(model, images, labels)
-    assert prepared.prepared(model, images, labels) is prepared and prepared == attack
-    assert torch.equal(prepared(model, images, labels).images, attack(model, images, labels).images)
+    prepared = attack.prepared(*case)
+    assert prepared.prepared(*case) is prepared and prepared == attack
+    assert torch.equal(prepared(*case).images, attack(*case).images)
 
 
 def test_shattered_gradients_are_averaged(images: Tensor) -> None:

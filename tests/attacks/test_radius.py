@@ -87,14 +87,10 @@ def test_minimal_radius_is_proved_and_consistent(case: Case) -> None:
         assert found.accuracy_at(eps) <= attack.at(eps)(*case).robust_accuracy + 0.11
     curve = [found.accuracy_at(eps) for eps in (0.0, 0.05, 0.1, 0.2, 0.4)]
     assert curve == sorted(curve, reverse=True)
-
-
-def test_more_rounds_only_improve(case: Case) -> None:
-    attack = DualAveraging(BALL, steps=10)
-    radii = [minimal_radius(*case, attack, hi=0.5, rounds=r).radius for r in (0, 2, 4)]
-    assert (radii[1] <= radii[0]).all() and (radii[2] <= radii[1]).all()
-    finite = radii[0].isfinite() & (radii[0] > 0)
-    assert radii[2][finite].mean() < radii[0][finite].mean()
+    few = [minimal_radius(*case, attack, hi=0.5, rounds=r).radius for r in (0, 2)]
+    assert (few[1] <= few[0]).all() and (found.radius <= few[1]).all(), "more rounds only improve"
+    finite = few[0].isfinite() & (few[0] > 0)
+    assert found.radius[finite].mean() < few[0][finite].mean()
 
 
 def test_minimal_radius_of_a_linear_model_on_linf() -> None:

@@ -65,22 +65,19 @@ def test_sample_is_the_start_of_the_test_set() -> None:
 
 
 def test_missing_files_say_where_and_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="wball data mnist --data-dir"):
-        load_dataset("mnist", tmp_path / "nowhere")
-    with pytest.raises(
-        FileNotFoundError, match=r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"
+    write_mnist(tmp_path / "half", "t10k")
+    (tmp_path / "half" / "t10k-labels-idx1-ubyte").unlink()
+    for name, folder, split, message in (
+        ("mnist", "nowhere", "test", "wball data mnist --data-dir"),
+        ("mnist", ".", "test", r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"),
+        ("mnist", "half", "test", "t10k-labels-idx1-ubyte"),
+        ("cifar10", ".", "train", r"data_batch_1\.bin of CIFAR-10"),
+        ("mnits", ".", "test", "fashion-mnist"),
+        ("mnist", ".", "validation", "split"),
     ):
-        load_dataset("mnist", tmp_path)
-    write_mnist(tmp_path, "t10k")
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(FileNotFoundError, match="t10k-labels-idx1-ubyte"):
-        load_dataset("mnist", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin of CIFAR-10"):
-        load_dataset("cifar10", tmp_path, "train")
-    with pytest.raises(ValueError, match="fashion-mnist"):
-        load_dataset("mnits", tmp_path)
-    with pytest.raises(ValueError, match="split"):
-        load_dataset("mnist", tmp_path, "validation")  # type: ignore[arg-type]
+        kind = FileNotFoundError if split != "validation" and name != "mnits" else ValueError
+        with pytest.raises(kind, match=message):
+            load_dataset(name, tmp_path / folder, split)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -146,12 +143,11 @@ def test_colour_sample_is_balanced_and_made_of_bytes() -> None:
 
 def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
     write_mnist(tmp_path, "t10k")
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(6)))
-    with pytest.raises(ValueError, match=r"7 images, but .* 6 labels"):
-        load_dataset("mnist", tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.full(7, 11)))
-    with pytest.raises(ValueError, match="label 11"):
-        load_dataset("mnist", tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros((7, 1))))
-    with pytest.raises(ValueError, match="expected 3 and 1"):
-        load_dataset("mnist", tmp_path)
+    for labels, message in (
+        (np.zeros(6), r"7 images, but .* 6 labels"),
+        (np.full(7, 11), "label 11"),
+        (np.zeros((7, 1)), "expected 3 and 1"),
+    ):
+        (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels))
+        with pytest.raises(ValueError, match=message):
+            load_dataset("mnist", tmp_path)

@@ -69,6 +69,11 @@ def page(evaluations: list[Evaluation], tmp_path_factory: pytest.TempPathFactory
     )
 
 
+def shown(folder: Path, first: Evaluation, *others: Evaluation) -> str:
+    """The report as text."""
+    return first.report(folder / "r.html", *others).read_text(encoding="utf-8")
+
+
 class Page(HTMLParser):
     """Collects what a browser would load and the text of the page."""
 
@@ -106,17 +111,13 @@ def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.Monk
     result = run("sampled")
     audit = result.audit_summary()
     assert audit["proved_by_plan"] > 0 and audit["both"] > 0
-    text = " ".join(result.report(tmp_path / "r.html").read_text(encoding="utf-8").split())
+    text = " ".join(shown(tmp_path, result).split())
     assert f"bounded by plan: {audit['valid']}, by exact transport alone: 0" in text
     assert f"Sampled exact check: {audit['both']} of the plans, disagreements: 0" in text
     assert text.count("distance ≤") == audit["proved_by_plan"]
-    every = run("every", exact="all").report(tmp_path / "e.html").read_text(encoding="utf-8")
+    every = shown(tmp_path, run("every", exact="all"))
     assert "distance ≤" not in every and "Sampled exact check" not in every
-    doubtful = (
-        replace(result, disagreements=(3, 5))
-        .report(tmp_path / "d.html")
-        .read_text(encoding="utf-8")
-    )
+    doubtful = shown(tmp_path, replace(result, disagreements=(3, 5)))
     assert "<strong>Disagreement:</strong> the plans of images 3, 5" in doubtful
 
 
@@ -157,11 +158,9 @@ def test_different_data_are_marked(evaluations: list[Evaluation], tmp_path: Path
     other = evaluate(
         model, x[:9], y[:9], BALL, RADII[:2], wball.DualAveraging(BALL, steps=2), name="other"
     )
-    text = evaluations[0].report(tmp_path / "r.html", other).read_text(encoding="utf-8")
+    text = shown(tmp_path, evaluations[0], other)
     assert "different images, so their accuracies are not directly comparable" in text
-    assert "different images" not in evaluations[0].report(tmp_path / "s.html").read_text(
-        encoding="utf-8"
-    )
+    assert "different images" not in shown(tmp_path, evaluations[0])
 
 
 def test_intervals_hold_the_accuracy(evaluations: list[Evaluation]) -> None:
@@ -190,10 +189,7 @@ def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:
 def test_results_as_csv(evaluations: list[Evaluation]) -> None:
     import csv
 
-    text = ranking_csv(
-        [evaluations[0], replace(evaluations[1], settings={**evaluations[1].settings})],
-        ["=SUM(A1)", "b"],
-    )
+    text = ranking_csv(evaluations, ["=SUM(A1)", "b"])
     lines = list(csv.DictReader(text.splitlines()))
     assert len(lines) == 2 * (1 + len(RADII)) and lines[0]["model"] == "'=SUM(A1)"
     assert float(lines[1]["accuracy"]) == pytest.approx(evaluations[0].accuracy_at(0.1), abs=1e-5)
@@ -225,7 +221,7 @@ def test_histograms_have_no_gallery(tmp_path: Path) -> None:
     places = torch.arange(4.0)
     ball = wball.WassersteinBall(0.1, wball.DenseCost((places[:, None] - places).abs()))
     result = evaluate(nn.Linear(4, 2), torch.rand(1, 4), torch.zeros(1).long(), ball, attack="fast")
-    text = result.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    text = shown(tmp_path, result)
     assert (
         'id="filters"' not in text
         and "There are no pictures to show" in text
