@@ -26,108 +26,72 @@ from wball import (
 from wball.attacks.stand_ins import Smoothed, StandIns, Tapped
 from wball.attacks.views import ANSWERS, View, best_view
 
-Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+Change = Callable[[Tensor], Tensor]
 
 
 def fast(eps: float) -> StandardAttack:
     return StandardAttack(WassersteinBall(eps), version="fast", check=False)
 
 
-def _one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
+def _one_by_one(z: Tensor) -> Tensor:
     """As a decoder does it: bytes, channels last."""
-
-    def decoded(image: Tensor) -> Tensor:
-        stored = (image * 255).byte().permute(1, 2, 0).numpy().copy()
-        return torch.from_numpy(stored).permute(2, 0, 1).float() / 255
-
-    return lambda z: net(torch.stack([decoded(image) for image in z]))
+    stored = [(image * 255).byte().permute(1, 2, 0).numpy().copy() for image in z]
+    return torch.stack([torch.from_numpy(one).permute(2, 0, 1).float() / 255 for one in stored])
 
 
-def _unique(net: nn.Module) -> Callable[[Tensor], Tensor]:
+def _unique(z: Tensor) -> Tensor:
     """torch has no derivative for ``unique`` and says so."""
-
-    def model(z: Tensor) -> Tensor:
-        values, place = torch.unique((z * 16).round(), return_inverse=True)
-        return net(values[place] / 16)
-
-    return model
+    values, place = torch.unique((z * 16).round(), return_inverse=True)
+    return values[place] / 16
 
 
-def _from_a_book(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    levels = torch.linspace(0, 1, 5)
-    book = torch.cartesian_prod(levels, levels)
-
-    def model(z: Tensor) -> Tensor:
-        pairs = z.reshape(len(z), -1, 2)
-        return net(book[torch.cdist(pairs, book[None]).argmin(2)].view_as(z))
-
-    return model
+def _from_a_book(z: Tensor) -> Tensor:
+    book = torch.cartesian_prod(*[torch.linspace(0, 1, 5)] * 2)
+    pairs = z.reshape(len(z), -1, 2)
+    return book[torch.cdist(pairs, book[None]).argmin(2)].view_as(z)
 
 
-def _inferred(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    def model(z: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return net(z)
-
-    return model
-
-
-MASKS: dict[str, Wrap] = {
-    "8 bits": lambda net: lambda z: net((z * 255).round() / 255),
-    "3 bits": lambda net: lambda z: net(torch.floor(z * 8) / 8),
-    "in place": lambda net: lambda z: net(z.mul_(16).round_().div_(16)),
-    "bytes": lambda net: lambda z: net((z * 255).byte().float() / 255),
-    "floor division": lambda net: lambda z: net((z * 16) // 1 / 16),
-    "threshold": lambda net: lambda z: net((z >= 0.5).float()),
-    "reversed threshold": lambda net: lambda z: net(1 - (z < 0.5).to(z.dtype)),
-    "where": lambda net: (
-        lambda z: net(torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)))
-    ),
-    "heaviside": lambda net: lambda z: net(torch.heaviside(z - 0.5, torch.ones(1))),
-    "sign": lambda net: lambda z: net((torch.sign(z - 0.5) + 1) / 2),
-    "detached": lambda net: lambda z: net(z.detach()),
-    "data": lambda net: lambda z: net(z.data),
-    "no graph": lambda net: torch.no_grad()(net),
-    "saturated": lambda net: lambda z: (300 * net(z)).softmax(1),
-    "clamped": lambda net: lambda z: net(z).clamp(-1e-3, 1e-3) + 1e-5 * net(z),
-    "labels": lambda net: lambda z: F.one_hot(net(z).argmax(1), 5).float(),
-    "saturated sigmoid": lambda net: lambda z: torch.sigmoid(300 * net(z)),
-    "labels from NumPy": lambda net: (
-        lambda z: torch.from_numpy(np.eye(5)[net(z).detach().numpy().argmax(1)]).float()
-    ),
-    "NumPy": lambda net: lambda z: net(torch.from_numpy(np.round(z.detach().numpy() * 16) / 16)),
+IMAGES: dict[str, Change] = {
+    "8 bits": lambda z: (z * 255).round() / 255,
+    "3 bits": lambda z: torch.floor(z * 8) / 8,
+    "in place": lambda z: z.mul_(16).round_().div_(16),
+    "bytes": lambda z: (z * 255).byte().float() / 255,
+    "floor division": lambda z: (z * 16) // 1 / 16,
+    "threshold": lambda z: (z >= 0.5).float(),
+    "reversed threshold": lambda z: 1 - (z < 0.5).to(z.dtype),
+    "where": lambda z: torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)),
+    "heaviside": lambda z: torch.heaviside(z - 0.5, torch.ones(1)),
+    "sign": lambda z: (torch.sign(z - 0.5) + 1) / 2,
+    "detached": lambda z: z.detach(),
+    "data": lambda z: z.data,
+    "NumPy": lambda z: torch.from_numpy(np.round(z.detach().numpy() * 16) / 16),
     "NumPy, image by image": _one_by_one,
-    "table": lambda net: lambda z: net(torch.linspace(0, 1, 32)[(z * 31).round().long()]),
-    "falling table": lambda net: (
-        lambda z: net(torch.linspace(1, 0, 32)[((1 - z) * 31).round().long()])
-    ),
-    "buckets": lambda net: (
-        lambda z: net(torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15)
-    ),
-    "quantised tensors": lambda net: (
-        lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize())
-    ),
-    "ranks": lambda net: lambda z: net(z).argsort(1).argsort(1).float(),
-    "bits of floats": lambda net: (
-        lambda z: net((z.view(torch.int32) & -(2**21)).view(torch.float32))
-    ),
-    "one-hot code": lambda net: (
-        lambda z: net(F.one_hot((z * 15).round().long(), 16).float() @ torch.linspace(0, 1, 16))
+    "table": lambda z: torch.linspace(0, 1, 32)[(z * 31).round().long()],
+    "falling table": lambda z: torch.linspace(1, 0, 32)[((1 - z) * 31).round().long()],
+    "buckets": lambda z: torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15,
+    "quantised tensors": lambda z: torch.quantize_per_tensor(
+        z, 1 / 32, 0, torch.quint8
+    ).dequantize(),
+    "bits of floats": lambda z: (z.view(torch.int32) & -(2**21)).view(torch.float32),
+    "one-hot code": lambda z: (
+        F.one_hot((z * 15).round().long(), 16).float() @ torch.linspace(0, 1, 16)
     ),
     "patches from a book": _from_a_book,
-    "inference mode": _inferred,
-    "powers": lambda net: lambda z: net(z) ** 9,
 }
-OTHER_SCORES = (
-    "saturated",
-    "saturated sigmoid",
-    "clamped",
-    "labels",
-    "labels from NumPy",
-    "ranks",
-    "powers",
-)
-"""Masks whose outputs are replaced by the scores behind them."""
+"""Masks in front of a model."""
+SCORES: dict[str, Change] = {
+    "saturated": lambda s: (300 * s).softmax(1),
+    "clamped": lambda s: s.clamp(-1e-3, 1e-3) + 1e-5 * s,
+    "labels": lambda s: F.one_hot(s.argmax(1), 5).float(),
+    "saturated sigmoid": lambda s: torch.sigmoid(300 * s),
+    "labels from NumPy": lambda s: torch.from_numpy(
+        np.eye(5)[s.detach().numpy().argmax(1)]
+    ).float(),
+    "ranks": lambda s: s.argsort(1).argsort(1).float(),
+    "powers": lambda s: s**9,
+}
+"""Masks behind a model, whose outputs are replaced by the scores that they get."""
+AROUND: dict[str, Any] = {"no graph": torch.no_grad(), "inference mode": torch.inference_mode()}
 
 
 class _Reversed(torch.autograd.Function):
@@ -147,24 +111,27 @@ class _Rounded(nn.Module):
         return torch.round(z * 16) / 16
 
 
-def _scripted(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    rounded = torch.jit.script(_Rounded())
-    return lambda z: net(rounded(z))
-
-
-DETOURS: dict[str, Wrap] = {
-    "reversed": lambda net: lambda z: net(_Reversed.apply(z)),
-    "scripted": _scripted,
-    "not a number": lambda net: lambda z: net(z + 0 * torch.sqrt(z - z)),
-    "oscillating": lambda net: lambda z: net(z + 3e-3 * torch.sin(1e4 * z)),
+DETOURS: dict[str, Change] = {
+    "reversed": _Reversed.apply,
+    "scripted": torch.jit.script(_Rounded()),
+    "not a number": lambda z: z + 0 * torch.sqrt(z - z),
+    "oscillating": lambda z: z + 3e-3 * torch.sin(1e4 * z),
 }
+
+
+def behind(name: str, net: nn.Module) -> Change:
+    """The model behind a mask."""
+    if name in AROUND:
+        return AROUND[name](net)
+    before, after = {**IMAGES, **DETOURS, "unique values": _unique}.get(name), SCORES.get(name)
+    return lambda z: net(before(z)) if before else after(net(z))
 
 
 @pytest.mark.parametrize("name", DETOURS)
 def test_detours_lead_around_what_stand_ins_do_not_know(
     name: str, net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
-    model, ball = DETOURS[name](net), WassersteinBall(0.3)
+    model, ball = behind(name, net), WassersteinBall(0.3)
     view = best_view(model, images, labels, ball)
     assert isinstance(view.model, Tapped) and view.is_useful and not view.own
     with torch.no_grad():
@@ -227,7 +194,7 @@ def test_a_view_is_chosen_once_for_all_radii(
         return best_view(*args)
 
     monkeypatch.setattr("wball.attacks.standard.best_view", counted)
-    attack, case = fast(0.1), (MASKS["8 bits"](net), images[:4], labels[:4])
+    attack, case = fast(0.1), (behind("8 bits", net), images[:4], labels[:4])
     minimal_radius(*case, attack, hi=0.3, rounds=1)
     assert len(chosen) == 1
     evaluate(*case, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=2, progress=False)
@@ -290,7 +257,7 @@ def test_all_networks_of_a_vote_are_climbed(hard: bool, net: nn.Module, images: 
 
 def test_a_search_asks_a_model_in_inference_mode(case: Case) -> None:
     found = ScoreSearch(WassersteinBall(0.3), queries=60, progress=False)(
-        _inferred(case.net), case.images, case.labels
+        behind("inference mode", case.net), case.images, case.labels
     )
     assert torch.equal(found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(*case).images)
 
@@ -309,17 +276,17 @@ def test_models_that_switch_at_random_are_noticed(
     assert [view.random for view in found] == [True, False]
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*IMAGES, *SCORES, *AROUND])
 def test_stand_ins_have_the_models_values_and_a_gradient(
     name: str, net: nn.Module, images: Tensor
 ) -> None:
-    model = MASKS[name](net)
+    model = behind(name, net)
     z = images[:3].clone().requires_grad_(True)
     scores = StandIns(model)(z)
     with torch.no_grad():
         values = model(images[:3].clone())
     assert torch.equal(scores.argmax(1), values.argmax(1))
-    if name not in OTHER_SCORES:
+    if name not in SCORES:
         torch.testing.assert_close(scores.detach(), values)
     (gradient,) = torch.autograd.grad(scores.square().sum(), z)
     assert bool(gradient.isfinite().all()) and float((gradient[:2] != 0).float().mean()) > 0.5
@@ -340,7 +307,7 @@ def test_scores_that_leave_a_gpu_are_found(net: nn.Module, images: Tensor) -> No
 
 @pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph", "unique values"])
 def test_the_standard_attack_sees_through(name: str, case: Case) -> None:
-    attack, model = fast(0.3), {**MASKS, "unique values": _unique}[name](case.net)
+    attack, model = fast(0.3), behind(name, case.net)
     with torch.no_grad():
         y = model(case.images.clone()).argmax(1)
     masked, plain = attack(model, case.images, y), attack(*case)

@@ -344,6 +344,12 @@ def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in signature(method).parameters}
 
 
+def check_attack(attack: object) -> None:
+    """Raise unless this is an attack."""
+    if not isinstance(attack, Attack):
+        raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
+
+
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
     """Integer classes, one per image, on the images' device."""
     if not isinstance(labels, Tensor):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_labels
+from wball.attacks.base import Attack, check_attack, check_labels
 from wball.attacks.batch import Task
 from wball.batch import per_image
 from wball.display import Summarised
@@ -88,8 +88,7 @@ def minimal_radius(
         target: target classes, for a targeted search.
         generator: source of randomness.
     """
-    if not isinstance(attack, Attack):
-        raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
+    check_attack(attack)
     inputs.check_positive("hi", hi)
     inputs.check_count("rounds", rounds, 0)
     x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, attack.ball.box)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import Attack
+from wball.attacks.base import check_attack
 from wball.data import dataset_info
 from wball.zoo.architectures import architectures
 
@@ -28,13 +29,6 @@ def _check_choice(settings: Any, name: str, *allowed: str) -> None:
     value = getattr(settings, name)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _check_attack(attack: object) -> None:
-    if not isinstance(attack, Attack):
-        raise TypeError(
-            f"attack must be an attack such as wball.DualAveraging(ball), got {attack!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,7 @@ class Adversary(RadiusSchedule):
     attack: Attack
 
     def __post_init__(self) -> None:
-        _check_attack(self.attack)
+        check_attack(self.attack)
         if isinstance(self.attack.ball.eps, Tensor):
             raise ValueError(
                 "the attack's ball has one eps per image; training needs a single number"
@@ -266,7 +260,7 @@ class Validation:
         inputs.check_count("every", self.every)
         inputs.check_count("images", self.images)
         if self.attack is not None:
-            _check_attack(self.attack)
+            check_attack(self.attack)
         if not isinstance(self.eps, tuple):
             raise TypeError(f"eps must be a tuple of radii such as (0.1, 0.3), got {self.eps!r}")
         if self.eps and self.attack is None:

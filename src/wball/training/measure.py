@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.attacks import Attack
+from wball.attacks.base import check_attack
 from wball.model import Model, as_found, ask, full_precision, top_class
 from wball.training.bounds import verified
 from wball.training.config import TrainConfig
@@ -26,10 +27,7 @@ def robust_accuracy(
     model: Model, x: Tensor, y: Tensor, attack: Attack, *, world: World | None = None
 ) -> float:
     """The share of images that the model gets right and ``attack`` finds no adversarial example for."""
-    if not isinstance(attack, Attack):
-        raise TypeError(
-            f"attack must be an attack such as wball.DualAveraging(ball), got {attack!r}"
-        )
+    check_attack(attack)
     return _counted(
         lambda a, b: ~attack(model, a, b).success & _right(model, a, b),
         model,

@@ -24,7 +24,7 @@ from art.preprocessing.preprocessing import PreprocessorPyTorch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wball.attacks.base import Attack
+from wball.attacks.base import Attack, check_attack
 from wball.attacks.result import AttackResult
 
 Array = NDArray[Any]
@@ -44,10 +44,7 @@ class ArtAttack(EvasionAttack):
         self, estimator: Any, attack: Attack, targeted: bool = False, seed: int = 0
     ) -> None:
         super().__init__(estimator=estimator)
-        if not isinstance(attack, Attack):
-            raise TypeError(
-                f"attack must be an attack of this library, got {type(attack).__name__}"
-            )
+        check_attack(attack)
         self.attack, self.seed = attack, seed
         self._targeted = targeted
         self.result: AttackResult | None = None

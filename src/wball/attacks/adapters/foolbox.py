@@ -22,7 +22,7 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.base import Attack
+from wball.attacks.base import Attack, check_attack
 from wball.attacks.result import AttackResult, updated
 
 
@@ -34,10 +34,7 @@ class FoolboxAttack(FoolboxBase):
     """
 
     def __init__(self, attack: Attack, times: int = 1, seed: int = 0) -> None:
-        if not isinstance(attack, Attack):
-            raise TypeError(
-                f"attack must be an attack of this library, got {type(attack).__name__}"
-            )
+        check_attack(attack)
         self.attack, self.times, self.seed = attack, times, seed
         self.results: list[AttackResult] = []
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.attacks.base import Attack
+from wball.attacks.base import Attack, check_attack
 from wball.attacks.result import AttackResult
 from wball.model import Model, as_found, ask
 
@@ -24,10 +24,7 @@ class TorchAttack:
     """
 
     def __init__(self, model: Model, attack: Attack, seed: int = 0) -> None:
-        if not isinstance(attack, Attack):
-            raise TypeError(
-                f"attack must be an attack of this library, got {type(attack).__name__}"
-            )
+        check_attack(attack)
         self.model, self.attack, self.seed = model, attack, seed
         self.targeted = False
         self.result: AttackResult | None = None
