@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "results").mkdir()
     (tmp_path / "README.md").write_text("# A project\n")
-    shutil.copy(ROOT / "results" / "calls_cuda.json", tmp_path / "results")
+    shutil.copy(ROOT / "results" / "complete_mnist.json", tmp_path / "results")
     return tmp_path
 
 
@@ -58,34 +58,34 @@ def test_every_table_is_shown_somewhere(tables: ModuleType) -> None:
 def test_a_changed_result_makes_the_page_stale(
     tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = page(root, "before\n\n<!-- table: cuda-calls -->\n<!-- /table -->\n\nafter\n")
+    path = page(root, "before\n\n<!-- table: decided -->\n<!-- /table -->\n\nafter\n")
     assert tables.main(["--check"], root) == 1 and "docs/page.md" in capsys.readouterr().out
     assert path.read_text().endswith("<!-- /table -->\n\nafter\n"), "a check changes nothing"
     assert tables.main([], root) == 0 and tables.main(["--check"], root) == 0
     first = path.read_text(encoding="utf-8")
     assert first.startswith("before\n\n<!--") and first.endswith("-->\n\nafter\n")
-    result = root / "results" / "calls_cuda.json"
+    result = root / "results" / "complete_mnist.json"
     found = json.loads(result.read_text())
-    row, about = found["rows"][0], found["environment"]
-    assert f"| {row['call']} | {tables.duration(1e3 * row['seconds'])} |" in first
-    assert f"results/calls_cuda.json, {about['device']}, commit {about['commit'][:7]}" in first
-    row["seconds"] *= 2
+    row = found["rows"][0]
+    assert f"| `{row['model']}` | {row['eps']:g} | {row['images']:,} |" in first
+    assert "results/complete_mnist.json, NVIDIA H200" in first
+    row["images"] = 123
     result.write_text(json.dumps(found))
     assert tables.main(["--check"], root) == 1 and tables.main([], root) == 0
-    assert tables.duration(1e3 * row["seconds"]) in path.read_text(encoding="utf-8")
+    assert f"| `{row['model']}` | {row['eps']:g} | 123 |" in path.read_text(encoding="utf-8")
 
 
 def test_results_that_are_damaged_or_lack_rows(
     tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = root / "results" / "calls_cuda.json"
+    result = root / "results" / "complete_mnist.json"
     whole = result.read_text()
-    page(root, "<!-- table: cuda-calls -->\n<!-- /table -->\n")
+    page(root, "<!-- table: decided -->\n<!-- /table -->\n")
     for damaged in (whole[: len(whole) // 2], json.dumps({"rows": [{}]}), "[]"):
         result.write_text(damaged)
         assert tables.main([], root) == 1
         said = capsys.readouterr().err
-        assert "results/calls_cuda.json does not hold what the table shows" in said
+        assert "results/complete_mnist.json does not hold what the table shows" in said
         assert said.count("\n") == 1
 
 
@@ -94,13 +94,13 @@ def test_results_that_are_damaged_or_lack_rows(
     [
         (
             "<!-- table: nonsense -->\n<!-- /table -->\n",
-            "no table 'nonsense'; known are certified",
+            "no table 'nonsense'; known are decided",
         ),
-        ("<!-- table: cpu-calls -->\n<!-- /table -->\n", "no results/calls_cpu.json"),
-        ("<!-- table: cuda-calls -->\n| a |\n", "without <!-- /table -->"),
+        ("<!-- table: calls -->\n<!-- /table -->\n", "no results/calls_cuda.json"),
+        ("<!-- table: decided -->\n| a |\n", "without <!-- /table -->"),
         ("| a |\n<!-- /table -->\n", "without <!-- /table -->"),
         (
-            "<!-- table: cuda-calls -->\n<!-- table: cuda-calls -->\n<!-- /table -->\n",
+            "<!-- table: decided -->\n<!-- table: decided -->\n<!-- /table -->\n",
             "not closed",
         ),
     ],
@@ -121,27 +121,9 @@ def test_blocks_that_cannot_be_filled(
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize(
-    ("about", "words"),
-    [
-        (
-            {"device": "cpu", "platform": "Linux", "commit": "0123456789"},
-            "CPU (Linux), commit 0123456",
-        ),
-        (
-            {"device": "A card", "commit": "0123456789 with local changes"},
-            "A card, commit 0123456 with local changes",
-        ),
-        (
-            {"device": "A card", "commit": "0123456789", "note": "in parts"},
-            "A card, commit 0123456; in parts",
-        ),
-    ],
-)
-def test_origin_says_device_commit_and_what_else_is_known(
-    tables: ModuleType, about: dict[str, str], words: str
-) -> None:
-    assert tables.origin({"provenance": about}, "a.json") == f"results/a.json, {words}"
+def test_origin_names_file_device_and_quick_runs(tables: ModuleType) -> None:
+    about = {"device": "cpu", "platform": "Linux"}
+    assert tables.origin({"provenance": about}, "a.json") == "results/a.json, CPU (Linux)"
     assert "quick" in tables.origin({"provenance": about, "quick": True}, "a.json")
 
 

@@ -2,7 +2,7 @@
 
 A page marks the place; what is between the two lines is replaced:
 
-    <!-- table: cuda-calls -->
+    <!-- table: calls -->
     <!-- /table -->
 
 ``python tools/docs/tables.py`` rewrites the pages, ``--check`` names those that are stale and exits with 1.
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a checkout need not be installed
 
-from reproduction import certificates, leaderboard_page  # noqa: E402
+from reproduction import leaderboard_page  # noqa: E402
 from reproduction.tables import Table, percent  # noqa: E402
 from wball.storage.atomic import write_whole  # noqa: E402
 
@@ -35,46 +35,17 @@ class BlockError(ValueError):
     """A block that cannot be filled: unknown, not closed, or without its result."""
 
 
-def certified(path: Path) -> list[Table]:
-    """The recipe's own table."""
-    return certificates.tables(_content(path)["data"])
-
-
-def calls(path: Path) -> list[Table]:
-    """What public calls take, how many images converged, and launches and reads on a GPU."""
-    found = _content(path)["rows"]
-    cuda = any("launches" in row for row in found)
-    head = ["public call", "takes", "converged", *(["launches", "reads"] if cuda else [])]
-    cells = []
-    for row in found:
-        solved = f"{row['converged']} of {row['of']}" if "converged" in row else None
-        counts = [row.get(key) for key in ("launches", "host_reads")] if cuda else []
-        more = [None if value is None else str(value) for value in counts]
-        cells.append([row["call"], duration(1e3 * row["seconds"]), solved, *more])
-    return [Table(head, cells)]
-
-
-def growth(path: Path) -> list[Table]:
-    """Time a pixel, and on a GPU memory beside the batch, against what grows."""
-    sizes: dict[str, Callable[[Row], int]] = {
-        "batch of 28 × 28": lambda row: row["batch"],
-        "side of one image × 3": lambda row: row["shape"][-1],
-        "window, 8 images of 32 × 32 × 3": lambda row: row["window"],
-    }
-    found, tables = _content(path)["rows"], []
-    for grows, (title, size) in zip(("batch", "side", "window"), sizes.items(), strict=True):
-        rows = [row for row in found if row["grows"] == grows]
-        across = sorted({size(row) for row in rows})
-        cells = []
-        for call in dict.fromkeys(row["call"] for row in rows):
-            own = {size(row): row for row in rows if row["call"] == call}
-            cells.append([f"{call}, ns a pixel", *(number(own[k]["ns_per_pixel"]) for k in across)])
-            if all(row["extra_memory_in_batches"] is not None for row in own.values()):
-                memory = (f"{own[k]['extra_memory_in_batches']:.1f}" for k in across)
-                cells.append([f"{call}, extra memory / batch", *memory])
-        if across:
-            tables.append(Table([title, *(f"{k:,}" for k in across)], cells))
-    return tables
+def calls(gpu: Path, cpu: Path) -> list[Table]:
+    """Time of public calls on a GPU and on a CPU, and whether all images converged."""
+    found = {row["call"]: row for row in _content(gpu)["rows"]}
+    other = {row["call"]: row for row in _content(cpu)["rows"]}
+    cells: list[list[str | None]] = []
+    for call, row in found.items():
+        both = (row, other.get(call))
+        left = sum(r["of"] - r["converged"] for r in both if r is not None and "converged" in r)
+        times = (None if r is None else duration(1e3 * r["seconds"]) for r in both)
+        cells.append([call + (f" ({left} not converged)" if left else ""), *times])
+    return [Table(["public call", "H200", "two CPU cores"], cells)]
 
 
 def decided(path: Path) -> list[Table]:
@@ -83,22 +54,21 @@ def decided(path: Path) -> list[Table]:
 
 
 def public_checks(path: Path) -> list[Table]:
-    """What the standard attack leaves of public networks and of the zoo."""
+    """Robust accuracy of public networks under the standard attack."""
     found = _content(path)
-    checks = [r for r in found["rows"] if "stated" in r and r.get("version") != "standard-1"]
-    zoo = [*found.get("zoo", ()), *(r for r in found["rows"] if "stated" not in r)]
-
-    def cells(row: Row) -> list[str]:
-        reliable = "yes" if row["reliable"] else "no"
-        return [f"`{row['model']}`", f"{row['eps']:g}", f"{row['robust']:.1f} %", reliable]
-
-    head = ["network", "eps", "robust accuracy", "reliable"]
-    timed = [[*cells(r), f"{r['stated']:.1f} %", f"{r['seconds']:.1f} s"] for r in checks]
-    every = [cells(r) for r in sorted(zoo, key=lambda row: (row["model"], row["eps"]))]
-    return [
-        Table([*head, "version 1", "time"], timed, f"the first {found['images']:,} test digits"),
-        Table(head, every, f"{found['zoo_images']} bundled images"),
+    cells = [
+        [
+            f"`{row['model']}`",
+            f"{row['eps']:g}",
+            f"{row['robust']:.1f} %",
+            "yes" if row["reliable"] else "no",
+            f"{row['seconds']:.1f} s",
+        ]
+        for row in found["rows"]
+        if "stated" in row and row.get("version") != "standard-1"
     ]
+    head = ["network", "eps", "robust accuracy", "reliable", "time"]
+    return [Table(head, cells, f"First {found['images']:,} test digits")]
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -219,7 +189,6 @@ class Source:
 
 
 TABLES = {
-    "certified": Source(certified, "paper/certificates.json"),
     "decided": Source(decided, "complete_mnist.json"),
     "public-checks": Source(public_checks, "public_checks.json"),
     "summary": Source(
@@ -231,10 +200,7 @@ TABLES = {
         "predecessors.json",
         "public_checks.json",
     ),
-    "cuda-calls": Source(calls, "calls_cuda.json"),
-    "cpu-calls": Source(calls, "calls_cpu.json"),
-    "cuda-growth": Source(growth, "growth_cuda.json"),
-    "cpu-growth": Source(growth, "growth_cpu.json"),
+    "calls": Source(calls, "calls_cuda.json", "calls_cpu.json"),
 }
 
 
@@ -242,18 +208,15 @@ TABLES = {
 
 
 def origin(content: dict[str, Any], file: str) -> str:
-    """File, device and commit; that it was a quick run, and a note, where the result has them.
+    """File and device, and whether it was a quick run.
 
-    >>> origin({"provenance": {"device": "NVIDIA H200", "commit": 40 * "a"}}, "a.json")
-    'results/a.json, NVIDIA H200, commit aaaaaaa'
+    >>> origin({"provenance": {"device": "NVIDIA H200"}}, "a.json")
+    'results/a.json, NVIDIA H200'
     """
     about = content.get("environment") or content["provenance"]
     device = f"CPU ({about['platform']})" if about["device"] == "cpu" else about["device"]
-    commit, _, local = about["commit"].partition(" ")
-    said = f"results/{file}, {device}, commit {commit[:7]} {local}".rstrip()
-    if content.get("quick"):
-        said += "; a quick run, whose numbers mean little"
-    return said + (f"; {about['note']}" if "note" in about else "")
+    quick = "; a quick run, whose numbers mean little" if content.get("quick") else ""
+    return f"results/{file}, {device}{quick}"
 
 
 def number(value: float) -> str:
