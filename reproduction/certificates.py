@@ -10,7 +10,7 @@ from torch import Tensor
 from reproduction.measure import certified, curve, evaluated, predicted, smoothed
 from reproduction.presets import preset, presets
 from reproduction.recipe import Recipe
-from reproduction.tables import Table, percent
+from reproduction.tables import Table, points
 from reproduction.workshop import Data, Workshop
 from wball.ball import WassersteinBall
 from wball.certificates.certificate import Method
@@ -123,11 +123,12 @@ def tables(data: Data) -> list[Table]:
     for part in data["sets"]:
         radii = [p["eps"] for p in part["rows"][0]["curve"]]
         rows = [
-            [r["method"], f"{r['images']:,}", *(percent(p["accuracy"]) for p in r["curve"])]
+            [r["method"], f"{r['images']:,}", *(points(p["accuracy"]) for p in r["curve"])]
             for r in part["rows"]
         ]
         head = [part["name"], "images", *("clean" if r == 0 else f"eps {r:g}" for r in radii)]
-        out.append(Table(head, rows, part["images"][:1].upper() + part["images"][1:]))
+        title = part["images"][:1].upper() + part["images"][1:]
+        out.append(Table(head, rows, f"{title}, in percent"))
     return out
 
 

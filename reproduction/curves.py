@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from reproduction import published
 from reproduction.measure import accuracy_at, curve, evaluated, under_paper_attack
 from reproduction.recipe import Recipe
-from reproduction.tables import Table, percent
+from reproduction.tables import Table, points
 from reproduction.workshop import Data, Subject, Workshop
 from wball.attacks import PGD
 from wball.ball import WassersteinBall
@@ -94,13 +94,13 @@ def _tables(data: Data) -> list[Table]:
         rows = [
             [
                 m["label"],
-                percent(m[key]["curve"][0]["accuracy"]),
-                *(percent(_tried(m, key, p)) for p in m["at"]),
+                points(m[key]["curve"][0]["accuracy"]),
+                *(points(_tried(m, key, p)) for p in m["at"]),
             ]
             for m in data["models"]
         ]
         about = data["models"][0][key]
-        heading = f"Under {title} ({about['attack']}; {about['images']:,} images)"
+        heading = f"Under {title} ({about['attack']}; {about['images']:,} images), in percent"
         out.append(Table(["model", "clean", *(f"eps {r:g}" for r in radii)], rows, heading))
     return out
 
@@ -180,7 +180,7 @@ def _measure_windows(shop: Workshop) -> Data:
 
 def _window_tables(data: Data) -> list[Table]:
     radii = [p["eps"] for p in data["rows"][0]["standard_attack"]["curve"][1:]]
-    head = ["model", "window", "largest eps tried", "left, p = 1", "left, p = 2", "paper"]
+    head = ["model", "window", "largest eps", "left, p = 1", "left, p = 2", "paper"]
     head += [f"ours, eps {r:g}" for r in radii]
     squared = {(r["name"], r["window"]): r["paper_attack"] for r in data["rows"] if r["p"] == 2.0}
     rows = []
@@ -193,13 +193,14 @@ def _window_tables(data: Data) -> list[Table]:
                 row["label"] + (", authors' weights" if _of_authors(row) else ""),
                 f"{row['window']} x {row['window']}",
                 f"{last['eps']:.2f}",
-                percent(last["accuracy"]),
-                None if other is None else percent(accuracy_at(other, last["eps"])),
-                percent(said[1]) if said is not None else "near 0",
-                *(percent(p["accuracy"]) for p in row["standard_attack"]["curve"][1:]),
+                points(last["accuracy"]),
+                None if other is None else points(accuracy_at(other, last["eps"])),
+                points(said[1]) if said is not None else "near 0",
+                *(points(p["accuracy"]) for p in row["standard_attack"]["curve"][1:]),
             ]
         )
-    title = f"{data['images'][:1].upper()}{data['images'][1:]}; ours is {data['rows'][0]['standard_attack']['attack']}"
+    attack = data["rows"][0]["standard_attack"]["attack"]
+    title = f"{data['images'][:1].upper()}{data['images'][1:]}, in percent; ours is {attack}"
     return [Table(head, rows, title)]
 
 

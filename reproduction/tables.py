@@ -58,6 +58,15 @@ def percent(share: float | None, digits: int = 1) -> str | None:
     return None if share is None else f"{100 * share:.{digits}f} %"
 
 
+def points(share: float | None) -> str | None:
+    """A share in percent, for tables whose title names the unit.
+
+    >>> points(0.981)
+    '98.1'
+    """
+    return None if share is None else f"{100 * share:.1f}"
+
+
 def pack(images: Tensor) -> dict[str, Any]:
     """Pixels as text: half precision, little-endian, base64. Enough for a picture, and a tenth of a list of numbers."""
     array = images.detach().cpu().numpy().astype("<f2")

@@ -342,7 +342,7 @@ def test_tables_and_remarks_from_their_data() -> None:
         "at": [{"eps": eps, **dict.fromkeys(kinds, 0.2)} for eps in (0.05, 0.1)],
     }
     data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
-    assert [t.rows[0][-2:] for t in curves.tables(data)] == 3 * [[None, "20.0 %"]]  # not tried
+    assert [t.rows[0][-2:] for t in curves.tables(data)] == 3 * [[None, "20.0"]]  # not tried
     assert "9 of the 10 examples" in curves.remarks(data)[0] and "All 20" in curves.remarks(data)[1]
     seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
     lines = [
@@ -350,7 +350,7 @@ def test_tables_and_remarks_from_their_data() -> None:
         for m, k, a in (("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9))
     ]
     proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
-    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["70.0 %", "90.0 %"]
+    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["70.0", "90.0"]
     assert "attacked 7 certified balls and found no examples" in proofs.remarks(proved)[-1]
 
 
