@@ -19,7 +19,7 @@ from wball.data import dataset_info, load_sample
 from wball.evaluation import evaluate, exit_code
 from wball.evaluation.requirements import EXIT_CLAIMS
 from wball.report import write_report
-from wball.zoo import list_models, load_model
+from wball.zoo import load_model
 
 RADII = (0.05, 0.1, 0.2, 0.3)
 MODELS = ("mnist-standard", "mnist-adversarial-cnn", "mnist-certified")
@@ -35,31 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--images", type=int, default=16, help="number of digits (default 16)")
     parser.add_argument(
-        "--models", nargs="+", default=None, help=f"models to evaluate (default {' '.join(MODELS)})"
-    )
-    parser.add_argument(
         "--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)"
     )
     options = parser.parse_args(arguments)
     if options.images < 1:
         parser.error(f"--images must be at least 1, got {options.images}")
-    if unknown := set(options.models or ()) - set(list_models()):
-        parser.error(
-            f"--models: there is no {unknown.pop()}; the zoo has {', '.join(list_models())}"
-        )
-
     console, start = Console(highlight=False, soft_wrap=True), time.perf_counter()
-    names = options.models or MODELS
     x, y = load_sample("mnist")
     x, y = x[: options.images], y[: options.images]
     ball = WassersteinBall(RADII[-1])
     console.print(
-        f"{len(x)} digits, {len(names)} models. An attacker may move mass within 5 x 5 pixels at radii "
+        f"{len(x)} digits, {len(MODELS)} models. An attacker may move mass within 5 x 5 pixels at radii "
         f"{', '.join(f'{r:g}' for r in RADII)} ({ball.unit}); pixels stay in [0, 1].\n",
         markup=False,
     )
     results = []
-    for name in names:
+    for name in MODELS:
         result = evaluate(
             load_model(name),
             x,

@@ -50,7 +50,8 @@ def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
         raise ValueError(
-            f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes"
+            f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes: "
+            "the data belong to another model, or the labels need renumbering"
         )
 
 
@@ -244,11 +245,12 @@ def _double(model: Model) -> nn.Module | None:
     """A copy of a float32 module in float64, kept until :func:`as_found` ends."""
     if not isinstance(model, nn.Module):
         return None
-    if id(model) not in _doubles:
+    held = _doubles.get(id(model))
+    if held is None:
         floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
         double = None
         if floating == {torch.float32}:
             with suppress(Exception):  # not every module can be copied
                 double = copy.deepcopy(model).double()
-        _doubles[id(model)] = model, double
-    return _doubles[id(model)][1]
+        held = _doubles[id(model)] = model, double  # another thread may drop it at once
+    return held[1]

@@ -207,16 +207,9 @@ def test_rounding_is_no_disagreement(mass: Any) -> None:
 def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
     model, x, y = problem(8)
     result = measure(model, x, y, certify="crown", out=tmp_path)
-    assert result.verification == {
-        "checked": 4,
-        "confirmed": 4,
-        "unconfirmed": [],
-        "unfollowed": 0,
-        "reason": "",
-    }
+    counts = {"checked": 4, "confirmed": 4, "unconfirmed": [], "unfollowed": 0, "reason": ""}
+    assert load_evaluation(tmp_path).verification == result.verification == counts
     assert "independent checker: 4 of 4" in result.verdict()
-    assert json.loads((tmp_path / "results.json").read_text())["verification"]["confirmed"] == 4
-    assert load_evaluation(tmp_path).verification == result.verification
     assert measure(model, x, y).verification is None
 
 
@@ -252,16 +245,6 @@ def test_minimal_radius() -> None:
     assert [p.accuracy for p in result.curve()] == sorted(
         (p.accuracy for p in result.curve()), reverse=True
     )
-
-
-def test_an_audit_in_threads_is_the_audit() -> None:
-    _, x, _ = problem(40)
-    ball = BALL.at(torch.linspace(0.01, 0.4, 40))
-    z = BALL.at(0.2).sample(x, torch.Generator().manual_seed(0))
-    z[3] *= 0.9
-    one, many = wball.audit(ball, x, z), wball.audit(ball, x, z, workers=4)
-    assert 0 < one.n_valid < 40
-    assert one.to_dict() == many.to_dict()
 
 
 def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,17 +48,12 @@ class Items(Dataset[Any]):
         return self.x[k].float() / 255, int(self.y[k])
 
 
-@dataclass
-class ClassLabel:
-    names: list[str]
-
-
 class Named:
     """The interface of a Hugging Face data set: no class of torch's, dictionaries, names of classes in its features."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._items = Items(x, y, "PIL")
-        self.features = {"image": object(), "label": ClassLabel(NAMES)}
+        self.features = {"image": object(), "label": SimpleNamespace(names=NAMES)}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -114,6 +109,7 @@ FORMS: dict[str, Any] = {
     ),
     "Hugging Face's style": lambda x, y, _: (Named(x, y),),
     "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
+    "channels last": lambda x, y, _: (x.movedim(1, -1).numpy(), y.numpy()),
     "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
     "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
     "npz": lambda x, y, folder: (_npz(x, y, folder),),
@@ -136,14 +132,9 @@ def test_every_form_of_data_gives_the_same_bytes(
     tmp_path: Path, in_memory: Path, form: str
 ) -> None:
     _, x, y = problem()
-    run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o")
+    layout = "NHWC" if form == "channels last" else "NCHW"
+    run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o", layout=layout)
     assert same(tmp_path / "o", in_memory)
-
-
-def test_nhwc_by_argument(tmp_path: Path, in_memory: Path) -> None:
-    _, x, y = problem()
-    run(x.movedim(1, -1).numpy(), y.numpy(), tmp_path, layout="NHWC")
-    assert same(tmp_path, in_memory)
 
 
 def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(
@@ -194,13 +185,9 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter([])
 
-    (tmp_path / "half.npz").write_bytes(b"PK")
-    np.savez(tmp_path / "other.npz", a=x.numpy())
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((DataLoader(Endless()),), "map-style data set"),
         ((iter([]),), "to_tensors"),
-        ((tmp_path / "half.npz",), "half.npz is not a complete .npz file"),
-        ((tmp_path / "other.npz",), "must hold arrays x and y"),
         ((tmp_path / "none.npz",), "no file"),
         ((x.numpy(),), "y is missing"),
         ((x.float() / 255,), "y is missing"),
@@ -210,7 +197,7 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         ((TensorDataset(x[:0], y[:0]),), "empty"),
         (({"train": 1, "test": 2},), "'train', 'test'; give one of its entries"),
         ((x.float() / 255, nn.functional.one_hot(y, 4)), r"one-hot rows use argmax\(1\)"),
-        ((x.float() / 255, y[:, None]), r"a column of classes use flatten\(\)"),
+        ((x.float() / 255, y[:, None]), r"a column of classes flatten\(\)"),
         ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), "layout='NHWC'"),
         (
             (DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),),
@@ -258,7 +245,14 @@ def test_an_item_that_is_broken_is_named(what: str) -> None:
         run(Broken(x, y))
 
 
-@pytest.mark.parametrize("data", [Named, lambda x, y: DataLoader(Subset(Classes(x, y), range(9)))])
+def subset(x: Tensor, y: Tensor) -> DataLoader[Any]:
+    """Of a data set with the classes of a folder of images."""
+    items = Items(x, y)
+    items.classes = NAMES  # type: ignore[attr-defined]
+    return DataLoader(Subset(items, range(9)))
+
+
+@pytest.mark.parametrize("data", [Named, subset])
 def test_classes_are_called_what_the_data_set_calls_them(
     data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,15 +262,7 @@ def test_classes_are_called_what_the_data_set_calls_them(
     assert run(data(x, y)).settings["data"]["classes"] == names
 
 
-class Classes(Items):
-    """As a folder of images has them."""
-
-    @property
-    def classes(self) -> list[str]:
-        return NAMES
-
-
-def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_batch() -> None:
     """Of 600 images the stream holds at no time more than a few batches, and nothing else holds them either."""
     model, x, y = problem(600)
     held: set[int] = set()
@@ -291,13 +277,6 @@ def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
             most = max(most, len(held))
             return image, label
 
-    attack = wball.PGD(wball.LinfBall(0.01), steps=1)
-    evaluate(
-        model,
-        Counted(x, y),
-        ball=attack.ball,
-        attack=attack,
-        batch_size=10,
-        out=tmp_path,
-    )
+    ball = wball.LinfBall(0.01)
+    evaluate(model, Counted(x, y), ball, attack=wball.PGD(ball, steps=1), batch_size=10)
     assert most <= 300  # the survey and the gallery read 64 and 200 at once

@@ -173,12 +173,9 @@ def _optimal(net: _Network, answer: _Answer, gap: float) -> bool:
     return wrong <= AGREE and float(flow @ net.price) - lower <= gap
 
 
-def by_network_simplex(net: _Network) -> _Answer | None:
-    """Flow on each arc and the dual prices, by POT; ``None`` if it is not installed."""
-    try:
-        import ot  # here and below: slow to import
-    except ImportError:
-        return None
+def by_network_simplex(net: _Network) -> _Answer:
+    """Flow on each arc and the dual prices, by POT."""
+    import ot  # here and below: slow to import
     from scipy import sparse
 
     shape = (len(net.supply), len(net.demand))

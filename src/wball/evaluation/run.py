@@ -32,7 +32,7 @@ from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
 from wball.evaluation.result import RESULTS, Evaluation, load_evaluation
 from wball.evaluation.stream import Layout, Stream, open_stream
-from wball.model import Model, as_found, ask
+from wball.model import Model, as_found, ask, check_classes
 from wball.processes import rank_and_size
 from wball.storage.atomic import clear_parts, locked
 from wball.storage.files import Log, read_json
@@ -278,12 +278,7 @@ def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
                 f"the model does not take images of shape {tuple(images.shape[1:])}"
                 f"{_other_images(model, images)}: {kind}{first}"
             ) from error
-    low, high, classes = int(y.min()), int(y.max()), logits.shape[1]
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"y has labels from {low} to {high}, but the model has {classes} classes (0 to "
-            f"{classes - 1}): the data belong to another model, or the labels need renumbering"
-        )
+    check_classes("y", y, logits)
     return logits
 
 
