@@ -60,6 +60,9 @@ from wball.kernels.triton_stencil import (
 )
 from wball.moves import Moves
 
+FEW = 1024
+"""Values up to which moves are part of the code in float64, too; with more, registers are full."""
+
 RESOLVED = 3e-5
 """Relative gap that float32 resolves for sure. Smaller ones are left to float64."""
 
@@ -116,7 +119,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
             staged, wide, memory, recent, table.offset, table.exact_fee if exact else table.fee,
             _limits((lo, hi), device), 1, slack * problem.unit, tol if exact else max(tol, RESOLVED), MARGIN * tol,
-            problem.max_iter, batch, **table.constants(offsets=not exact),
+            problem.max_iter, batch, **table.constants(offsets=not exact or table.block <= FEW),
             GIVES=gives, EXACT=exact, EVERY=doubly, WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
             num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
         )  # fmt: skip

@@ -505,11 +505,12 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             else:
                 sigma /= settings.SHRINK
         else:
-            final = sigma >= coldest
-            last = last or final and precision <= settings.SHARPEST
+            final, ends = sigma >= coldest, solved or taken < settings.INNER
+            last = last or final and ends and precision <= settings.SHARPEST
             shown = last or final
-            precision *= settings.SHARPER if final else 1.0
-            sigma = min(settings.COOLING * sigma, coldest)
+            if ends:
+                precision *= settings.SHARPER if final else 1.0
+                sigma = min(settings.COOLING * sigma, coldest)
         if shown:
             _write(shares, share)
             primal, spread = repaired(p, share, goal.repair_sweeps, flow, z)

@@ -51,11 +51,13 @@ def proximal_newton(
             shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
             at = _next_centre(at, end, taken, solved)
         else:
-            final = at.sigma >= coldest[active]
-            done |= final & (at.precision <= settings.SHARPEST)
+            final, ends = at.sigma >= coldest[active], solved | (taken < settings.INNER)
+            done |= final & ends & (at.precision <= settings.SHARPEST)
             shown = done | final
-            precision = torch.where(final, settings.SHARPER * at.precision, at.precision)
-            sigma = torch.minimum(settings.COOLING * at.sigma, coldest[active])
+            sharper = torch.where(final, settings.SHARPER, 1.0) * at.precision
+            colder = torch.minimum(settings.COOLING * at.sigma, coldest[active])
+            sigma = torch.where(ends, colder, at.sigma)
+            precision = torch.where(ends, sharper, at.precision)
             at = _Step(at.centre, sigma, precision, end.u, end.psi)
         _repair(here.take(shown), end.share[shown], active[shown], best)
         done |= here.done(best, active)

@@ -54,7 +54,7 @@ GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
 """``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more
 than ``SLOW``; it shrinks after steps that were not solved."""
 COOLING = 6.0
-"""With entropy, ``sigma`` grows by this from step to step until it is ``1 / tau``."""
+"""With entropy, ``sigma`` grows by this after each solved step until it is ``1 / tau``."""
 SHARPER, SHARPEST = 0.05, 1e-9
 """Repeated steps at ``1 / tau`` are solved this much more precisely each time, and this precisely
 at last."""
