@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,25 +15,14 @@ import wball
 from wball import progress
 
 
-class Recorded(progress.Bar):
-    """A bar that keeps what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def within(self, fraction: float) -> None:
-        self.seen.append(fraction)
-
-
 def test_attacks_report_to_the_bar_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Recorded()
-    monkeypatch.setattr(progress, "around", lambda: shown)
+    seen: list[float] = []
+    monkeypatch.setattr(progress, "around", lambda: SimpleNamespace(within=seen.append))
     x = torch.rand(4, 1, 5, 5)
     model = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
     attack = wball.DualAveraging(wball.WassersteinBall(1e-6), steps=3, batch_size=2, progress=False)
     attack(model, x, model(x).argmax(1))
-    assert shown.seen == sorted(shown.seen) and shown.seen[-1] == 1.0 and len(shown.seen) == 2 * 3
+    assert seen == sorted(seen) and seen[-1] == 1.0 and len(seen) == 2 * 3
 
 
 def test_the_first_compilation_is_announced(

@@ -80,13 +80,11 @@ class Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.links: list[str] = []
-        self.tags: list[str] = []
         self.ids: list[str] = []
         self.unlabelled: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         found = dict(attributes)
-        self.tags.append(tag)
         self.links += [v for k, v in found.items() if k in ("src", "href") and v]
         self.ids += [v for k, v in found.items() if k == "id" and v]
         if tag == "img" and "alt" not in found:
