@@ -89,8 +89,9 @@ def test_more_is_tried_on_images_that_are_almost_broken_only(
     assert seen > 0
 
 
+@pytest.mark.parametrize(("random", "draws"), [(False, DRAWS), (True, 0)])
 def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+    random: bool, draws: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A public network trained against small changes of every pixel hid a third of its examples from its gradients."""
     asked: list[Tensor] = []
@@ -98,23 +99,16 @@ def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
     def model(z: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             asked.append(z.detach().clone())
-        return net(z)
+        return case.net(z)
 
-    ball = WassersteinBall(1e-4)
-    for random, draws in ((False, DRAWS), (True, 0)):
-        asked.clear()
-        monkeypatch.setitem(
-            standard.MEMBERS,
-            "fast",
-            (_Member("margin", steps=1), _Member("margin", 3.0, 2, smoothed=0.2)),
-        )
-        view = replace(plain_view(model), random=random)
-        result = StandardAttack(ball, version="fast", check=False, view=view)(
-            model, images[:1], labels[:1]
-        )
-        assert len(asked) >= 1 + 2 * draws and not bool(result.success.any())
-        far = [float((z - images[:1]).abs().max()) > 0.1 for z in asked]
-        assert sum(far) == 2 * draws, "random models are averaged anyway"
+    members = (_Member("margin", steps=1), _Member("margin", 3.0, 2, smoothed=0.2))
+    monkeypatch.setitem(standard.MEMBERS, "fast", members)
+    view, x = replace(plain_view(model), random=random), case.images[:1]
+    attack = StandardAttack(WassersteinBall(1e-4), version="fast", check=False, view=view)
+    assert not bool(attack(model, x, case.labels[:1]).success.any())
+    assert len(asked) >= 1 + 2 * draws
+    far = [float((z - x).abs().max()) > 0.1 for z in asked]
+    assert sum(far) == 2 * draws, "random models are averaged anyway"
 
 
 def test_survivors_of_a_full_ball(case: Case) -> None:

@@ -18,7 +18,6 @@ def models(
         str | None,
         typer.Argument(hidden=True, autocompletion=options.complete_models),
     ] = None,
-    as_json: options.AsJson = False,
 ) -> int:
     """List models and architectures, or show the card of one model."""
     from rich.table import Table
@@ -29,16 +28,13 @@ def models(
     if name is not None:
         print_json(model_card(name))
         return 0
-    cards, public = [model_card(n) for n in list_models()], list(public_models().values())
-    if as_json:
-        entries = [entry.card() for entry in public]
-        print_json({"models": cards, "public": entries, "architectures": list(architectures())})
-        return 0
     bundled = [
         (card["name"], card["dataset"], f"{100 * card['clean_accuracy']:.2f} %", card["summary"])
-        for card in cards
+        for card in map(model_card, list_models())
     ]
-    others = [(e.name, f"{e.authors} {e.year}", e.licence, e.summary) for e in public]
+    others = [
+        (e.name, f"{e.authors} {e.year}", e.licence, e.summary) for e in public_models().values()
+    ]
     known = [(a.name, " x ".join(map(str, a.shape)), a.summary) for a in architectures().values()]
     console = open_console()
     for title, head, rows in (
