@@ -147,8 +147,6 @@ def test_channels_that_do_not_fit() -> None:
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "bfloat16": nn.Module.bfloat16,
     "compiled": lambda net: torch.compile(net, backend="eager"),
-    "traced": lambda net: torch.jit.trace(net, torch.rand(2, 1, 6, 6)),
-    "a function": lambda net: lambda x: net(x),
 }
 
 

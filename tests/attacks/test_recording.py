@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -117,16 +118,10 @@ def test_a_failed_recording_gives_memory_and_randomness_back() -> None:
     assert torch.cuda.memory_reserved(device) <= before + 2**25
 
 
-class Forgetful(nn.Module):
+def forgetful(net: nn.Module, slip: int) -> Callable[[Tensor], Tensor]:
     """A model that answers otherwise when it is asked again, by what it remembers."""
-
-    def __init__(self, net: nn.Module, slip: int) -> None:
-        super().__init__()
-        self.net, self.slip, self.asked = net, slip, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.asked += 1
-        return self.net(x if self.asked < self.slip else 0.3 * x.flip(-1))  # type: ignore[no-any-return]
+    asked = count(1)
+    return lambda x: net(x if next(asked) < slip else 0.3 * x.flip(-1))
 
 
 @pytest.mark.usefixtures("replays")
@@ -137,11 +132,11 @@ def test_a_recording_that_does_something_else_is_refused(
     with pytest.warns(
         RuntimeWarning, match="not replayed as a CUDA graph.*a replay differs from the step itself"
     ):
-        refused = attack(Forgetful(net, 6), images, labels)
+        refused = attack(forgetful(net, 6), images, labels)
     assert refused.success.shape == labels.shape
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attack(Forgetful(net, 1000), images, labels)
+        attack(forgetful(net, 1000), images, labels)
 
 
 def test_an_attack_goes_on_where_its_steps_cannot_be_recorded(
