@@ -29,7 +29,7 @@ def test_the_first_compilation_is_announced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, for loops of this library alone, and not in the logs of whoever did not ask for it."""
-    numba = pytest.importorskip("numba")
+    import numba
     from numba.core import event
 
     from wball.kernels.compiled import FirstTime

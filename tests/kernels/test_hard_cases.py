@@ -405,7 +405,6 @@ def test_proximal_newton(kernel: str, form: str, name: str) -> None:
 @pytest.mark.parametrize("eps", [0.02, 0.1])
 def test_newton_spends_the_budget_on_signs(eps: float) -> None:
     """At the price where moves are worth their cost all of them tie."""
-    pytest.importorskip("numba")
     x = load_sample("mnist")[0][:100].double()
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).sign().double()
     tolerance = Tolerance(1e-6, 0.0, (g * x).sum((1, 2, 3)), 1e-8 * x.sum((1, 2, 3)))
@@ -420,7 +419,6 @@ def test_newton_spends_the_budget_on_signs(eps: float) -> None:
 def test_a_program_takes_the_steps_of_the_compiled_loop() -> None:
     """What Triton 3.6 assigned in branches within branches was lost: images started without a price, at twice the
     steps, and half of those of CIFAR-10's size were not solved."""
-    pytest.importorskip("numba")
     x = load_sample("mnist")[0][:8]
     ball, w = WassersteinBall(0.1), x + 0.1 * torch.randn(x.shape).sign()
     found, served = ball.project(x, w), ball.project(x.cuda(), w.cuda())

@@ -12,7 +12,7 @@ from certificates.exact import euclidean
 from kernels.cases import DEVICE, need, random_images
 from wball import WassersteinBall
 from wball.input_sets import TransportSet
-from wball.input_sets.rows import Charges, Rows
+from wball.input_sets.rows import Charges, Rows, trim
 from wball.kernels.row_maximum import row_maximum
 from wball.kernels.row_maximum.reference import worth_of
 
@@ -28,10 +28,7 @@ def some_rows(shape: tuple[int, int, int], patch: int | None) -> Rows:
     if patch is None:
         return Rows(coeff, image)
     top, left = torch.randint(-2, shape[1] - 1, (2, 16), generator=random)
-    rows = Rows(coeff, image, (top, left))
-    inside = rows.inside(shape)
-    assert inside is not None
-    return rows.like(coeff * inside)
+    return trim(Rows(coeff, image, (top, left)), shape)
 
 
 def by_definition(rows: Rows, x: Tensor, budget: Tensor) -> Tensor:

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wball
 from wball.solvers import problem
 
-pytest.importorskip("wball.kernels.projected_sinkhorn.cpu")
-
 
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that torch makes."""

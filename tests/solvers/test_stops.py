@@ -12,8 +12,6 @@ from torch import Tensor
 import wball
 from wball.result import ProjectionResult, Status, SupportResult
 
-pytest.importorskip("numba")
-
 
 def draws(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)

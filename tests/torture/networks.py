@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import wball
 from certificates.exact import gap
@@ -81,6 +82,9 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
     choices: list[nn.Module] = [
         convolution,
         convolution,
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(channels, out, 1)),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(channels, out, 1)),
+        prune.l1_unstructured(nn.Conv2d(channels, out, 1), "weight", 0.3),
         curve,
         curve,
         nn.ConvTranspose2d(channels, out, kernel, stride=draw.choice((1, 2))),
