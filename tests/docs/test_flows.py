@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from types import FrameType
 
 import pytest
-import torch
 
 import wball
 from wball.training import preset, train
@@ -46,23 +46,18 @@ def test_the_listed_files_exist() -> None:
 
 
 def test_calls_enter_the_listed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # worker threads are not traced
-    x, y = (part[:2] for part in wball.load_sample("mnist"))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)  # worker threads are not traced
+    x, y = (part[:1] for part in wball.load_sample("mnist"))
     model, certified = map(wball.load_model, ("mnist-standard", "mnist-certified"))
-    ball, near = wball.WassersteinBall(0.2), wball.WassersteinBall(0.05)
-    config = preset("mnist-adversarial", epochs=1, batch_size=2)
-
-    def trained() -> object:
-        out = mkdtemp(dir=tmp_path)
-        return train(config, (x, y), (x, y), model=certified, out=out, checkpoint_every=1)
-
+    ball, config = wball.WassersteinBall(0.05), preset("mnist-adversarial", epochs=1, batch_size=1)
+    store = partial(train, config, (x, y), (x, y), model=certified, checkpoint_every=1)
     calls = {
         "project, finite reg": lambda: ball.project(x, x.flip(3), reg=1000),
         "project, exact, CPU": lambda: ball.project(x, x.flip(3)),
         "a step of DualAveraging": lambda: wball.DualAveraging(ball, steps=1)(model, x, y),
-        "certify": lambda: wball.certify(certified, x, y, near),
-        "evaluate": lambda: wball.evaluate(model, x, y, ball),
-        "train": trained,
+        "certify": lambda: wball.certify(certified, x, y, ball),
+        "evaluate": lambda: wball.evaluate(model, x, y, ball, [0.2]),
+        "train": lambda: store(out=mkdtemp(dir=tmp_path)),
     }
     for title, call in calls.items():
         assert entered(call) == FLOWS[title], title
