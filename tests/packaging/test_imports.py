@@ -29,7 +29,7 @@ import warnings
 warnings.simplefilter("ignore")
 """
 OPTIONAL = (
-    "typer", "click", "rich", "jinja2", "matplotlib", "PIL", "numba", "triton", "ot", "cvxpy", "art",
+    "typer", "click", "rich", "jinja2", "matplotlib", "PIL", "numba", "triton", "cvxpy", "art",
     "foolbox", "sklearn", "pandas", "tensorboard", "onnx", "torchvision",
 )  # fmt: skip
 
