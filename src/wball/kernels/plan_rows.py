@@ -16,7 +16,7 @@ from torch import Tensor
 from wball.batch import per_image
 from wball.moves import Moves
 
-REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 2
+REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 10
 """Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their
 excess: mass that circulates among full pixels would take long to vanish otherwise."""
 
