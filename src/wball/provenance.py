@@ -1,4 +1,4 @@
-"""The origin of a result: versions, device, kernel and command, for somebody who repeats it.
+"""The origin of a result: versions, device, kernel and command, so that it can be repeated.
 
 Two runs of one command on one machine have the same provenance: it has no times or process numbers.
 """

@@ -190,3 +190,23 @@ def test_graphs_on_a_gpu(
             float(((result.images - plain.images).flatten(1).abs().amax(1) <= 1e-3).double().mean())
             >= 0.9
         )
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("fails", [3, 4, 5])
+def test_an_error_of_any_step_is_that_of_the_attack(
+    fails: int, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    """The step that is recorded is one of them."""
+    asked = 0
+
+    def fails_once(x: Tensor) -> Tensor:
+        nonlocal asked
+        asked += 1
+        if asked == fails:
+            raise RuntimeError("the model's own error")
+        return net(x)  # type: ignore[no-any-return]
+
+    attack = DualAveraging(WassersteinBall(0.3), steps=20, until_success=False)
+    with pytest.raises(RuntimeError, match="the model's own error"):
+        attack(fails_once, images, labels)

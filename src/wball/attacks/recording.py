@@ -91,29 +91,28 @@ def _put(owner: object, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Recording:
-    """The steps of a loop, replayed from a recording of one of them.
+    """The steps of a loop, replayed from a recording of one of them: make it, make the step, and
+    call :meth:`record`.
 
     Args:
         step: makes a step.
         owners: the objects whose attributes hold the tensors that a step changes.
-        device: where the work is done.
         generator: the source of randomness.
     """
 
-    def __init__(
-        self,
-        step: Replay,
-        owners: Sequence[object],
-        device: torch.device,
-        generator: torch.Generator,
-    ) -> None:
-        slots = [(owner, name) for owner in owners for name in vars(owner)]
-        before, seeds = [_tensors(getattr(*slot)) for slot in slots], generator.get_state()
-        step()
+    def __init__(self, step: Replay, owners: Sequence[object], generator: torch.Generator) -> None:
+        self._step, self._generator = step, generator
+        self._owned = [(owner, name) for owner in owners for name in vars(owner)]
+        self._before = [_tensors(getattr(*slot)) for slot in self._owned]
+        self._seeds = generator.get_state()
+        self._slots, self._buffers = list[tuple[Any, int]](), list[Tensor]()
+
+    def record(self, device: torch.device) -> Replay:
+        """The replay of the step that has been made."""
+        generator = self._generator
         # What a step replaces gets a buffer; the rest is read where it lies.
-        self._step, self._slots, self._buffers = step, list[tuple[Any, int]](), list[Tensor]()
         first = list[Tensor]()
-        for slot, old in zip(slots, before, strict=True):
+        for slot, old in zip(self._owned, self._before, strict=True):
             new = _tensors(getattr(*slot))
             if [(t.shape, t.dtype) for t in old] != [(t.shape, t.dtype) for t in new]:
                 raise RuntimeError(f"a step changes the shape of {slot[1]}")
@@ -124,10 +123,10 @@ class Recording:
         last, now = [t.clone() for t in self._buffers], generator.get_state()
         self._hold()
         try:
-            self.replay = RECORDERS[device.type](self._once, device, generator)
+            replay = RECORDERS[device.type](self._once, device, generator)
             self._load(first)
-            generator.set_state(seeds)
-            self.replay()
+            generator.set_state(self._seeds)
+            replay()
             wrong = self._disagreement(last)
         finally:
             generator.set_state(now)
@@ -137,6 +136,8 @@ class Recording:
             raise RuntimeError(
                 f"a replay differs from the step itself on {100 * wrong:.1f} % of the images"
             )
+        self._before.clear()
+        return replay
 
     def _once(self) -> None:
         """A step from the buffers to the buffers."""
@@ -178,8 +179,10 @@ def recorded(
     step: Replay, owners: Sequence[object], device: torch.device, generator: torch.Generator
 ) -> Replay | None:
     """Make a step, and return its replay; ``None`` (and a warning) where it cannot be recorded."""
+    recording = Recording(step, owners, generator)
+    step()  # its errors are the attack's
     try:
-        return Recording(step, owners, device, generator).replay
+        return recording.record(device)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -218,8 +218,9 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
 def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
     """How far apart planes and rows are staged.
 
-    A row that fits in a line of the cache with its halo gets one, and a warp to itself, where that
-    takes no more threads: for any move, a warp then loads one line and not parts of two.
+    If a row with its halo fits in a cache line and no more threads are needed, each row is aligned
+    to a line and served by one warp. For any move, a warp then loads one line instead of parts of
+    two.
     """
     channels, height, width = shape
     threads = triton.next_power_of_2(channels * height * width)

@@ -149,11 +149,10 @@ def _swept(
         grid, as_images(w), spend, moves, problem.box, tau,
         u=u, psi=psi, tol=effort[0], max_iter=effort[1], factors=True,
     ))  # fmt: skip
-    gap, lost = answer.gap, torch.zeros_like(answer.gap, dtype=torch.bool)
+    gap, solved = answer.gap, answer.gap <= answer.allowed
     if spend is not budget:  # something is held back
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
-        lost = (spend <= 0) & (budget > 0)
-    solved = (gap <= answer.allowed) & ~lost
+        solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
     # The kernel treats a ball without budget as one point, even if moves are free.
     if moves.has_free:
         solved = solved & ~((spend <= 0) & _escapes(moves, grid))
