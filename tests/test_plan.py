@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wball import DenseCost, GridCost, StencilCost
-from wball.moves import Moves
+from wball.cost import Moves
 from wball.plan import FactoredPlan, Plan
 
 

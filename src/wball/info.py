@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 import wball
-from wball.cost import GridCost
+from wball.cost import GridCost, Moves
 from wball.kernels import dispatch
 from wball.kernels.linear_maximum import linear_maximum
-from wball.moves import Moves
 from wball.provenance import versions
 
 

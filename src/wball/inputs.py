@@ -1,6 +1,6 @@
-"""Argument validation for every public call, so that solvers need not check their inputs.
+"""Images and numbers per image: argument validation for every public call, precision and layout.
 
-Each error names the argument, the value seen and what to do. Nothing is modified in place.
+Solvers need not check their inputs. Each error names the argument, the value seen and what to do. Nothing is modified in place.
 """
 
 from __future__ import annotations
@@ -214,3 +214,24 @@ def find_device(name: str) -> torch.device:
 def result_dtype(x: Tensor) -> torch.dtype:
     """The images' dtype, but at least float32: half precision cannot keep the mass to 1e-5."""
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def per_image(values: Tensor, like: Tensor) -> Tensor:
+    """``(B,)`` reshaped to broadcast against a tensor with a leading batch dimension."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude per image."""
+    return torch.linalg.vector_norm(values.flatten(1), math.inf, 1)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product per image."""
+    return (a * b).flatten(1).sum(1)
+
+
+def dot_and_size(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Inner product per image, and the sum of its terms' magnitudes, to which it is rounded."""
+    terms = (a * b).flatten(1)
+    return terms.sum(1), torch.linalg.vector_norm(terms, 1, 1)

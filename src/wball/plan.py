@@ -1,6 +1,6 @@
 r"""Transport plans, which prove that a point is in the ball.
 
-A plan is an arc tensor ``flow >= 0`` (see :class:`wball.moves.Moves`) with ``flow[i -> j]`` the mass
+A plan is an arc tensor ``flow >= 0`` (see :class:`wball.cost.Moves`) with ``flow[i -> j]`` the mass
 that pixel ``i`` sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point
 ``z``, and ``<flow, C>`` bounds the distance between them. These three sums can be checked without
 solving anything, and ``wball.audit(plan=...)`` does.
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from wball.moves import Moves
+from wball.cost import Moves
 
 REPAIR_SWEEPS = 200
 """Box sweeps of :meth:`Plan.repair` before it scales the plan towards the centre."""

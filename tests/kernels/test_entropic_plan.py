@@ -26,7 +26,7 @@ from kernels.cases import (
 )
 from problems import arc_list, random_problems
 from wball.ball import WassersteinBall
-from wball.cost import GridCost, GroundCost
+from wball.cost import GridCost, GroundCost, StencilMoves
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import (
     EntropicPlan,
@@ -35,7 +35,6 @@ from wball.kernels.entropic_plan import (
     narrowed,
     reference,
 )
-from wball.moves import StencilMoves
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
 KERNELS = list(dispatch.OPERATIONS["entropic_plan"])

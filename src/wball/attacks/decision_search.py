@@ -27,7 +27,7 @@ from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.search import BlackBoxSearch, reachable_pixels
 from wball.ball import Ball
-from wball.batch import per_image
+from wball.inputs import per_image
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
 """Radii of the first images, in units of the ball's."""

@@ -24,7 +24,7 @@ from wball import inputs
 from wball.attacks.base import GradientAttack, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.ball.base import Oracle
-from wball.batch import per_image
+from wball.inputs import per_image
 from wball.plan import FactoredPlan
 
 START_NATS = 20.0

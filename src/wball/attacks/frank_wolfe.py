@@ -26,7 +26,7 @@ from wball import inputs
 from wball.attacks.base import GradientAttack
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
-from wball.batch import per_image
+from wball.inputs import per_image
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import Attack, check_attack, check_labels
 from wball.attacks.batch import Task
-from wball.batch import per_image
 from wball.display import Summarised
-from wball.inputs import result_dtype
+from wball.inputs import per_image, result_dtype
 from wball.model import Model, as_found, ask, full_precision, reached
 
 PULL_BACK_STEPS = 8

@@ -28,8 +28,8 @@ from wball.attacks.base import (
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Ball, WassersteinBall
-from wball.batch import per_image
 from wball.cost import GridCost
+from wball.inputs import per_image
 from wball.plan import Plan
 from wball.result import Duals
 from wball.solvers.oracle import EntropicProjection

@@ -37,7 +37,7 @@ from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, plan_of_nothing
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.attacks.search import BlackBoxSearch, reachable_pixels
-from wball.batch import per_image
+from wball.inputs import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from wball import inputs
 from wball.auditing.violations import DISTANCE_TOL, Violations
-from wball.batch import per_image
 from wball.display import Summarised
 from wball.input_sets import InputSet, Plans
+from wball.inputs import per_image
 from wball.plan import StoredPlan
 from wball.result import ProjectionResult, SupportResult
 from wball.solvers.oracle import OraclePoint

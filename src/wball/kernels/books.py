@@ -22,10 +22,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wball.batch import dot, per_image
+from wball.cost import Moves
+from wball.inputs import dot, per_image
 from wball.kernels.columns import Columns
 from wball.kernels.deadline import Deadline
-from wball.moves import Moves
 from wball.plan import Plan
 
 

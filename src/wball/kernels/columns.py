@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from wball.batch import dot
+from wball.inputs import dot
 
 
 @dataclass(frozen=True)

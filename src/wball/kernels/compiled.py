@@ -1,29 +1,18 @@
-"""Compiling loops with numba, and running them on as many threads as torch uses."""
+"""Compiling loops with numba."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from numba.core import event
-from torch import Tensor
 
 from wball import progress
-from wball.moves import Moves, StencilMoves
-
-WORTHWHILE = 200_000
-"""Moves of work below which another thread costs more than it saves."""
-PARTS_PER_THREAD = 4
-"""Images differ in the steps they need: smaller parts even that out."""
 
 
 class FirstTime(event.Listener):
@@ -43,19 +32,6 @@ class FirstTime(event.Listener):
 
 
 event.register("numba:compile", FirstTime())
-
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None
-
-
-def why_not(x: Tensor, moves: Moves | None) -> str | None:
-    """Why compiled loops must refuse such images, or ``None``."""
-    if not isinstance(moves, StencilMoves | None):
-        return "matrix costs are served by the torch kernel only"
-    if x.device.type != "cpu":
-        return f"the images are on {x.device}, this kernel runs on the CPU"
-    if x.dtype not in (torch.float32, torch.float64):
-        return f"the images are {x.dtype}, this kernel takes float32 or float64"
-    return None
 
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -142,25 +118,3 @@ def log(t):  # type: ignore[no-untyped-def]
     half = 0.5 * f * f
     rest = s * (half + p * z) + k * 1.90821492927058770002e-10
     return k * 0.693147180369123816490 - ((half - rest) - f)
-
-
-def split(batch: int, work: Callable[[int, int], None], entries: int) -> None:
-    """``work(start, stop)`` over the batch, an image being worth ``entries`` moves."""
-    count = min(torch.get_num_threads(), batch, 1 + batch * entries // WORTHWHILE)
-    if count <= 1:
-        if batch:
-            work(0, batch)
-        return
-    parts = min(batch, count * PARTS_PER_THREAD)
-    edges = [batch * i // parts for i in range(parts + 1)]
-    running = [_executor(count).submit(work, start, stop) for start, stop in pairwise(edges)]
-    for result in running:
-        result.result()
-
-
-def _executor(count: int) -> ThreadPoolExecutor:
-    """One pool per process: threads do not survive a fork."""
-    global _pool
-    if _pool is None or _pool[:2] != (os.getpid(), count):
-        _pool = (os.getpid(), count, ThreadPoolExecutor(count, thread_name_prefix="wball"))
-    return _pool[2]

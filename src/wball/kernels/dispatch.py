@@ -1,5 +1,6 @@
-"""Which kernel serves an operation: the inner loops exist in several versions, each with the same
-signature.
+"""Which kernel serves an operation, and how a compiled one is run: in threads, on flat images.
+
+The inner loops exist in several versions, each with the same signature.
 
 :data:`OPERATIONS` is the whole register. Solvers ask for an operation; the answer is the first
 kernel made for the images' device that says it can serve them. The environment variable
@@ -8,38 +9,47 @@ raises and says why.
 
 A kernel is a module with a function named like its operation. Unless it serves any images, it also
 has ``why_not(x, moves) -> str | None``: the reason it must refuse such images, or ``None``. A new
-kernel touches its own module and one line of the table. Modules are imported when they are first
-asked for: neither numba nor triton slows ``import wball``.
+operation adds a package and a line to the table. Modules are imported when they are first asked
+for: neither numba nor triton slows ``import wball``.
+
+Compiled loops work on *flat* images: cropped to the box around their mass, widened by the reach of
+the moves, with contiguous channels. The margins are wide enough that a move is a constant shift of
+the whole flat image, so that every inner loop runs over contiguous numbers and vectorises. The
+black frame of a digit costs nothing.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.moves import Moves
+from wball.cost import Moves, StencilMoves
 
-KERNELS = ("triton", "cpu", "torch")
-"""The names of kernels. ``torch`` has every operation and serves any images."""
+KERNELS = {"triton": "triton", "cpu": "cpu", "torch": "reference"}
+"""Name of a kernel -> its file in the package of each operation. ``torch`` serves any images."""
 
-
-def _modules(operation: str, kernels: tuple[str, ...] = KERNELS) -> dict[str, str]:
-    files = {name: "reference" if name == "torch" else name for name in kernels}
-    return {name: f"wball.kernels.{operation}.{file}" for name, file in files.items()}
-
-
-OPERATIONS: dict[str, dict[str, str]] = {
-    "entropic_plan": _modules("entropic_plan"),
-    "projected_sinkhorn": _modules("projected_sinkhorn"),
-    "proximal_newton": _modules("proximal_newton"),
-    "linear_maximum": _modules("linear_maximum"),
-    "row_maximum": _modules("row_maximum"),
+OPERATIONS = {
+    operation: {name: f"wball.kernels.{operation}.{file}" for name, file in KERNELS.items()}
+    for operation in (
+        "entropic_plan",
+        "projected_sinkhorn",
+        "proximal_newton",
+        "linear_maximum",
+        "row_maximum",
+    )
 }
 """Operation -> name of a kernel -> its module."""
 
@@ -50,6 +60,19 @@ on the host."""
 NEVER_READS = frozenset({"triton"})
 """Kernels that leave all their decisions to the GPU, so that the host waits for nothing."""
 
+WORTHWHILE = 200_000
+"""Moves of work below which another thread costs more than it saves."""
+
+PARTS_PER_THREAD = 4
+"""Images differ in the steps they need: smaller parts even that out."""
+
+PART = 32
+"""Flat images per piece of work: their float64 copies are all the memory that grows with the
+images' size."""
+
+GROUP = 4
+"""Moves a pass, and moves a ring is filled up to with moves of weight 0."""
+
 
 class KernelError(RuntimeError):
     """``WBALL_KERNEL`` asks for a kernel that does not exist or cannot serve the call."""
@@ -58,7 +81,7 @@ class KernelError(RuntimeError):
 def requested() -> str:
     """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
     name = os.environ.get("WBALL_KERNEL", "").strip().lower() or "auto"
-    if name != "auto" and not any(name in kernels for kernels in OPERATIONS.values()):
+    if name not in ("auto", *KERNELS):
         raise KernelError(
             f"WBALL_KERNEL={name!r} is not a kernel; use one of auto, {', '.join(KERNELS)}"
         )
@@ -66,31 +89,17 @@ def requested() -> str:
 
 
 def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
-    """The name of the kernel that serves these images, or these maps where an operation knows no
-    moves.
-
-    A kernel need not have every operation. Where the one asked for runs on these images' device but
-    has no version of this operation, torch serves.
-    """
+    """The name of the kernel that serves these images."""
     name = requested()
     if name != "auto":
-        has = name in OPERATIONS[operation]
-        # Without this operation, whether the kernel runs here at all is a question of its other
-        # operations.
-        reason = (
-            why_not(operation, name, x, moves)
-            if has
-            else why_not("entropic_plan", name, x[:0].float(), moves)
-        )
+        reason = why_not(operation, name, x, moves)
         if reason is not None:
             raise KernelError(
                 f"WBALL_KERNEL={name} cannot serve this call: {reason}; "
                 "unset it or use another kernel"
             )
-        return name if has else "torch"
+        return name
     for name in AUTOMATIC.get(x.device.type, AUTOMATIC["cpu"]):
-        if name not in OPERATIONS[operation]:
-            continue
         module = OPERATIONS[operation][name]
         tried = module in _loaded
         if why_not(operation, name, x, moves) is None:
@@ -145,3 +154,94 @@ def load(operation: str, name: str) -> ModuleType:
     if isinstance(module, str):
         raise KernelError(module)
     return module
+
+
+def why_not_compiled(x: Tensor, moves: Moves | None) -> str | None:
+    """Why compiled loops must refuse such images, or ``None``."""
+    if not isinstance(moves, StencilMoves | None):
+        return "matrix costs are served by the torch kernel only"
+    if x.device.type != "cpu":
+        return f"the images are on {x.device}, this kernel runs on the CPU"
+    if x.dtype not in (torch.float32, torch.float64):
+        return f"the images are {x.dtype}, this kernel takes float32 or float64"
+    return None
+
+
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def split(
+    batch: int, work: Callable[[int, int], None], entries: int, most: int | None = None
+) -> None:
+    """``work(start, stop)`` over the batch on as many threads as torch uses, at most ``most`` images
+    at a time. An image is worth ``entries`` moves."""
+    count = min(torch.get_num_threads(), batch, 1 + batch * entries // WORTHWHILE)
+    parts = min(batch, count * PARTS_PER_THREAD if count > 1 else 1)
+    parts = max(parts, -(-batch // (most or batch or 1)))
+    edges = [batch * i // parts for i in range(parts + 1)] if parts else []
+    if count <= 1:
+        for start, stop in pairwise(edges):
+            work(start, stop)
+        return
+    running = [_executor(count).submit(work, start, stop) for start, stop in pairwise(edges)]
+    for result in running:
+        result.result()
+
+
+def _executor(count: int) -> ThreadPoolExecutor:
+    """One pool per process: threads do not survive a fork."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), count):
+        _pool = (os.getpid(), count, ThreadPoolExecutor(count, thread_name_prefix="wball"))
+    return _pool[2]
+
+
+class MoveTables(NamedTuple):
+    """The moves for compiled loops, ring after ring."""
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    fee: NDArray[np.float64]  # what each move costs; inf for moves that only fill up a ring
+    fee_back: NDArray[np.float64]  # of the reverse move, inf if there is none
+    ring_cost: NDArray[np.float64]
+    ring: NDArray[np.int64]  # where each ring begins, and where the last ends
+
+
+class FlatMoves:
+    """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
+
+    def __init__(self, moves: StencilMoves) -> None:
+        rings = moves.rings_apart
+        rows: list[tuple[int, int, float, float]] = []
+        edges = [0]
+        for ring in rings:
+            for k in ring:
+                reverse = moves.reverse[k]
+                rows.append((*moves[k], math.inf if reverse is None else moves.costs[reverse]))
+            rows += [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
+            edges.append(len(rows))
+        down, across, fee, back = zip(*rows, strict=True)
+        self.radius = (max(map(abs, down)), max(map(abs, across)))
+        self.rings = len(rings)
+        self.arrays = MoveTables(
+            np.asarray(down),
+            np.asarray(across),
+            np.asarray(fee, dtype=np.float64),
+            np.asarray(back, dtype=np.float64),
+            np.asarray([moves.costs[ring[0]] for ring in rings], dtype=np.float64),
+            np.asarray(edges),
+        )
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        """The largest length of a flat image with its margins, for any crop."""
+        _, channels, height, width = shape
+        stride = width + 2 * self.radius[1]
+        return channels * (height + 2 * self.radius[0]) * stride + 2 * (
+            self.radius[0] * stride + self.radius[1]
+        )
+
+
+@lru_cache(maxsize=64)
+def stencil_of(moves: StencilMoves) -> FlatMoves:
+    """The moves as arrays, made once."""
+    return FlatMoves(moves)

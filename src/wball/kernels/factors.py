@@ -1,6 +1,6 @@
 r"""A plan in factors in compiled loops: what its pixels exchange, and its repair into the box.
 
-``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.layout`), with factors
+``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.dispatch`), with factors
 ``give_i`` and ``keep_{i+k}`` on the moves away from a pixel. Loops run over the image between
 ``pad`` and ``pad + n``; moves are shifts.
 
@@ -13,7 +13,7 @@ import math
 from typing import Any, NamedTuple
 
 from wball.kernels.compiled import compiled
-from wball.kernels.layout import GROUP
+from wball.kernels.dispatch import GROUP
 from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
 
 SUMS = {"contract", "nsz", "reassoc", "nnan"}
@@ -54,6 +54,24 @@ class Box(NamedTuple):
     lo: float
     hi: float
     slack: float
+
+
+@compiled(inner=True)
+def mass_box(x):  # type: ignore[no-untyped-def]
+    """The rows and columns between which an image has mass, over all channels."""
+    channels, height, width = x.shape
+    top, bottom, left, right = height, 0, width, 0
+    for c in range(channels):
+        for r in range(height):
+            for j in range(width):
+                if x[c, r, j] > 0.0:
+                    top, bottom, left, right = (
+                        min(top, r),
+                        max(bottom, r + 1),
+                        min(left, j),
+                        max(right, j + 1),
+                    )
+    return top, bottom, left, right
 
 
 @compiled(inner=True, fastmath=SUMS)

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wball.cost import StencilMoves
 from wball.kernels.books import Best, Problem
-from wball.kernels.compiled import compiled, split
-from wball.moves import StencilMoves
+from wball.kernels.compiled import compiled
+from wball.kernels.dispatch import split
 
 
 class Window(NamedTuple):

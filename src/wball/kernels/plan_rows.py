@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from wball.batch import per_image
-from wball.moves import Moves
+from wball.cost import Moves
+from wball.inputs import per_image
 
 REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 10
 """Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their

@@ -37,8 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves, StencilMoves
 from wball.kernels.plan_rows import SPREAD
-from wball.moves import Moves, StencilMoves
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MAX_ON_CHIP = 4096

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wball.batch import dot
+from wball.inputs import dot
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem
 from wball.kernels.linear_maximum.reference import maximising_plan

@@ -27,9 +27,8 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from wball.batch import largest, per_image
 from wball.cost import DenseCost
-from wball.inputs import result_dtype
+from wball.inputs import largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import (
     PlanRequest,

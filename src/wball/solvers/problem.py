@@ -14,9 +14,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
+from wball.cost import DenseCost, GridCost, GroundCost, Moves, StencilCost
 from wball.inputs import result_dtype
-from wball.moves import Moves
 from wball.plan import Plan
 
 ROUNDING_SHARE = 9e-5

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.batch import dot, largest, per_image
+from wball.cost import Moves, StencilMoves
+from wball.inputs import dot, largest, per_image
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
@@ -38,7 +39,6 @@ from wball.kernels.projected_sinkhorn import (
     entropy_at_rest,
     projected_sinkhorn,
 )
-from wball.moves import Moves, StencilMoves
 from wball.plan import FactoredPlan, Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
 from wball.solvers.minimum import Minimum

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.batch import dot, dot_and_size, largest, per_image
+from wball.cost import Moves
+from wball.inputs import dot, dot_and_size, largest, per_image
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
 from wball.kernels.deadline import Deadline
-from wball.moves import Moves
 from wball.result import SupportResult, joined_kernels, joined_results, statuses
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import (

@@ -47,10 +47,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
-from wball.batch import per_image
+from wball.cost import Moves
+from wball.inputs import per_image
 from wball.kernels import dispatch
 from wball.kernels.plan_rows import SPREAD
-from wball.moves import Moves
 
 COLD_PRICE = 10.0
 """First price of the search when no warm start is given."""

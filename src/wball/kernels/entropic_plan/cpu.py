@@ -10,7 +10,7 @@ so normalisers, column sums, box factors and costs are correlations of one image
 kernel ``w``: one multiplication a move and *no exponential*. The box step on ``q`` is a
 multiplication of ``E``. All arithmetic is in float64 for any input.
 
-Images are cropped and flat (:mod:`wball.kernels.layout`). The working set is a few dozen such
+Images are cropped and flat (:mod:`wball.kernels.dispatch`). The working set is a few dozen such
 images per thread and stays in the cache.
 """
 
@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from wball.kernels.compiled import compiled, split
-from wball.kernels.compiled import why_not as why_not
+from wball.kernels.compiled import compiled
+from wball.kernels.dispatch import PART, split, stencil_of
 from wball.kernels.entropic_plan import (
     COST_TOL,
     EntropicPlan,
@@ -37,11 +37,11 @@ from wball.kernels.factors import (
     Factors,
     Flat,
     correlate,
+    mass_box,
     receive,
     repair,
     weights,
 )
-from wball.kernels.layout import PART, mass_box, stencil_of
 from wball.kernels.price import PlanLines, solve_price
 
 # Rows of the working memory; the rings follow.
@@ -82,17 +82,16 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((_RINGS + stencil.rings, stencil.length(shape)))
-        for first in range(start, stop, PART):
-            part = slice(first, min(stop, first + PART))
-            image, b, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
-            result = np.empty((4, *image.shape))
-            _plan_images(
-                (image, b, shift, limit[part]), stencil.arrays, settings, scratch,
-                (result, psi[part], cost[part], net[part]),
-            )  # fmt: skip
-            out[:, part] = result
+        part = slice(start, stop)
+        image, b, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+        result = np.empty((4, *image.shape))
+        _plan_images(
+            (image, b, shift, limit[part]), stencil.arrays, settings, scratch,
+            (result, psi[part], cost[part], net[part]),
+        )  # fmt: skip
+        out[:, part] = result
 
-    split(shape[0], work, entries=math.prod(shape[1:]) * len(request.moves))
+    split(shape[0], work, math.prod(shape[1:]) * len(request.moves), PART)
     z, q_new, keep, give = (torch.from_numpy(a) for a in out)
     tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(psi).to(x.dtype))
     return EntropicPlan(z, *tensors, q_new, keep, give, balanced=True)

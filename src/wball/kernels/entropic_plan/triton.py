@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves
 from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, EntropicPlan, PlanRequest
 from wball.kernels.triton_flows import flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import kernel
@@ -33,7 +34,6 @@ from wball.kernels.triton_stencil import (
     warps,
 )
 from wball.kernels.triton_stencil import why_not as _why_not
-from wball.moves import Moves
 
 _COLD_PRICE, _COST_TOL, _RANGE = (
     tl.constexpr(COLD_PRICE),

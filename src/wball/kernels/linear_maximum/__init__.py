@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from wball.cost import Moves
 from wball.kernels import dispatch
-from wball.moves import Moves
 
 FLAT = {torch.float32: 1e-7, torch.float64: 1e-15}
 """Tangents have met when the function is this close to them, relative to its size."""

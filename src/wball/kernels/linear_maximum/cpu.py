@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wball.kernels.compiled import compiled, split
-from wball.kernels.compiled import why_not as why_not
+from wball.cost import StencilMoves
+from wball.kernels.compiled import compiled
+from wball.kernels.dispatch import split
 from wball.kernels.linear_maximum import LinearMaximum
 from wball.kernels.price import crossing
-from wball.moves import StencilMoves
 
 NOWHERE = -1e30
 FAST = {"contract", "nsz", "reassoc"}

@@ -10,9 +10,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from wball.batch import dot, per_image
+from wball.cost import Moves
+from wball.inputs import dot, per_image
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
-from wball.moves import Moves
 from wball.plan import Plan
 
 

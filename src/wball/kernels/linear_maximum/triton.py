@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves, StencilMoves
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.linear_maximum.reference import best_plan, mixed_plan
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import MAX_VALUES, ring_fees, stencil, sum_two, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
-from wball.moves import Moves, StencilMoves
 
 _FLAT = tl.constexpr(FLAT[torch.float32])
 CLOSE = 2.0**-20

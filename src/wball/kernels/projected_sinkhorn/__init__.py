@@ -62,8 +62,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
+from wball.cost import Moves
 from wball.kernels import dispatch
-from wball.moves import Moves
 
 COLD_PRICE = 0.1
 """Initial price of a cold start."""

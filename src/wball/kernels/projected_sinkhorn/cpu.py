@@ -17,10 +17,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from wball.kernels.compiled import compiled, log, split
-from wball.kernels.compiled import why_not as why_not
-from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, correlate, repair, weights
-from wball.kernels.layout import PART, mass_box, stencil_of
+from wball.kernels.compiled import compiled, log
+from wball.kernels.dispatch import PART, split, stencil_of
+from wball.kernels.factors import (
+    SUMS,
+    TINY,
+    Box,
+    Factors,
+    Flat,
+    correlate,
+    mass_box,
+    repair,
+    weights,
+)
 from wball.kernels.price import PlanLines, solve_price
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
@@ -96,19 +105,16 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((sweeps.RINGS + stencil.rings, stencil.length(shape)))
         past = np.zeros((sweeps.PAST_ROWS, stencil.length(shape)))
-        for first in range(start, stop, PART):
-            part = slice(first, min(stop, first + PART))
-            image, target, potential = (
-                np.array(t[part], dtype=np.float64, order="C") for t in given
-            )
-            result = np.empty((2, *image.shape))
-            _project_images(
-                (image, target, potential, *(t[part] for t in single)), stencil.arrays, settings,
-                scratch, past, (result, numbers[part], n_iter[part], plan[part]),
-            )  # fmt: skip
-            out[:, part] = result
+        part = slice(start, stop)
+        images = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+        result = np.empty((2, stop - start, *shape[1:]))
+        _project_images(
+            (*images, *(t[part] for t in single)), stencil.arrays, settings,
+            scratch, past, (result, numbers[part], n_iter[part], plan[part]),
+        )  # fmt: skip
+        out[:, part] = result
 
-    split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(problem.moves))
+    split(shape[0], work, 20 * math.prod(shape[1:]) * len(problem.moves), PART)
     z, potential = (torch.from_numpy(a) for a in out)
     cost, psi_out, objective, gap, allowed, residual = torch.from_numpy(numbers).unbind(1)
     objective = objective + entropy_at_rest(x.detach(), problem.tau)

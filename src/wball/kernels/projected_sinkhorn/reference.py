@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from wball.batch import largest, per_image
+from wball.inputs import largest, per_image
 from wball.kernels import projected_sinkhorn as settings
 from wball.kernels.plan_rows import SPREAD, PlanRows, image_sums, into_box
 from wball.kernels.projected_sinkhorn import MEMORY, ProjectedSinkhorn, Projection, entropy_at_rest

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves
 from wball.kernels.projected_sinkhorn import (
     DEPENDENT,
     DOUBT,
@@ -58,7 +59,6 @@ from wball.kernels.triton_stencil import (
     warps,
     why_not_here,
 )
-from wball.moves import Moves
 
 FEW = 1024
 """Values up to which moves are part of the code in float64, too; with more, registers are full."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from wball.cost import Moves, StencilMoves
 from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled, exp
 from wball.kernels.image_rows import (
@@ -26,7 +27,6 @@ from wball.kernels.image_rows import (
     store,
 )
 from wball.kernels.proximal_newton import settings
-from wball.moves import Moves, StencilMoves
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from wball.batch import dot, per_image
+from wball.inputs import dot, per_image
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
 from wball.plan import Plan

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves, StencilMoves
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
 from wball.kernels.proximal_newton.triton_dual import (
@@ -65,7 +66,6 @@ from wball.kernels.triton_stencil import (
     warps,
 )
 from wball.kernels.triton_stencil import why_not as _why_not
-from wball.moves import Moves, StencilMoves
 
 TILE = 1024
 """Rows or columns of a tile of an evaluation; small images, whose rows are listed, have half."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wball.kernels.compiled import compiled, split
-from wball.kernels.compiled import why_not as why_not
+from wball.kernels.compiled import compiled
+from wball.kernels.dispatch import split
 from wball.kernels.linear_maximum.cpu import BLOCK, FAST, Aim, Beyond, Options, search
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
 

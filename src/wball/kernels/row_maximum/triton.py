@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.cost import Moves
 from wball.kernels.row_maximum import DOWN, RowProblem
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import why_not as _why_not
-from wball.moves import Moves
 
 BLOCK = 512
 """Sources looked at together."""
