@@ -27,23 +27,6 @@ class Status(Enum):
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(
-    converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False
-) -> tuple[Status, ...]:
-    """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``.
-
-    The latter is asked for only where some did not meet it. ``late``: time was up before all of them were done.
-    """
-    met = converged.tolist()
-    if all(met):
-        return (Status.CONVERGED,) * len(met)
-    early = [False] * len(met) if stalled is None else stalled().tolist()
-    missed = (
-        Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early
-    )
-    return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))
-
-
 class _Solved:
     """What the results of all solvers answer."""
 
@@ -144,10 +127,10 @@ def converged(status: tuple[Status, ...]) -> Tensor:
 Result = TypeVar("Result", SupportResult, ProjectionResult)
 
 
-def joined_results(parts: Sequence[Result], write: Callable[[], StoredPlan]) -> Result:
-    """The answers for parts of a batch, in their order, as one whose plan ``write`` writes."""
+def joined_results(parts: Sequence[Result]) -> Result:
+    """The results for parts of a batch, in their order, as one without plans."""
     if len(parts) == 1:
-        return replace(parts[0], write=write)
+        return parts[0]
 
     def join(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -155,14 +138,9 @@ def joined_results(parts: Sequence[Result], write: Callable[[], StoredPlan]) -> 
             return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
         return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
 
-    every = {
-        item.name: join(item.name)
-        for item in fields(parts[0])
-        if item.name not in ("write", "kernel")
-    }
-    return replace(
-        parts[0], **every, write=write, kernel=joined_kernels(part.kernel for part in parts)
-    )
+    names = {item.name for item in fields(parts[0])} - {"write", "kernel"}
+    every = {name: join(name) for name in names}
+    return replace(parts[0], **every, kernel=joined_kernels(part.kernel for part in parts))
 
 
 def joined_kernels(names: Iterable[str]) -> str:

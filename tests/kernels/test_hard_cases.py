@@ -33,11 +33,9 @@ from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
-from wball.kernels.books import Best, Problem, Tolerance
-from wball.kernels.columns import Linear, Quadratic
+from wball.kernels.column_problem import Best, Linear, Problem, Quadratic, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, narrowed, pull_back
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
-from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.row_maximum import row_maximum
 from wball.plan import Plan
 
@@ -378,7 +376,7 @@ def test_proximal_newton(kernel: str, form: str, name: str) -> None:
     exact, linear = not form.startswith("entropic"), form.endswith("support")
     case, tol = EXACT[name], 1e-6 if linear else 1e-4
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
-    need(kernel)
+    solve = solver("proximal_newton", kernel)
     if kernel == "triton" and (not exact or linear and hi == math.inf):
         pytest.skip("solved by the other kernels")
     if kernel == "triton" and INTERPRETED:
@@ -395,8 +393,8 @@ def test_proximal_newton(kernel: str, form: str, name: str) -> None:
     floor = 1e-2 * tol * ((w - x).abs() * x).sum((1, 2, 3)) if linear else tol**2 * centre
     tolerance = Tolerance(tol, 0.0 if linear else 0.03, offset, floor)
     problem = Problem(x, case.eps * mass, moves, columns, tau, exact, tolerance)
-    best = nothing_known(problem)
-    assert int(proximal_newton(problem, w - x, 200, best, kernel=kernel)) < 200
+    best = problem.at_centre(centre)
+    assert int(solve(problem, w - x, 200, best)) < 200
     check_books(problem, best)
     if form == "projection" and case.best is not None:
         assert float(best.primal) == pytest.approx(case.best, abs=1e-7)
@@ -410,8 +408,8 @@ def test_newton_spends_the_budget_on_signs(eps: float) -> None:
     tolerance = Tolerance(1e-6, 0.0, (g * x).sum((1, 2, 3)), 1e-8 * x.sum((1, 2, 3)))
     budget, moves = eps * x.sum((1, 2, 3)), GridCost().arcs(28, 28, x)
     problem = Problem(x, budget, moves, Linear(g, *UNIT), torch.zeros_like(budget), True, tolerance)
-    best = nothing_known(problem)
-    proximal_newton(problem, g, 200, best, kernel="cpu")
+    best = problem.at_centre(problem.columns.objective(x))
+    solver("proximal_newton", "cpu")(problem, g, 200, best)
     assert bool(problem.done(best).all())
 
 
@@ -424,21 +422,6 @@ def test_a_program_takes_the_steps_of_the_compiled_loop() -> None:
     found, served = ball.project(x, w), ball.project(x.cuda(), w.cuda())
     assert served.kernel == "triton" and bool(served.converged.all())
     assert int(served.n_iter.sum()) <= 1.2 * int(found.n_iter.sum())
-
-
-def nothing_known(problem: Problem) -> Best:
-    unknown = torch.full_like(problem.budget, -math.inf)
-    still = Plan.identity(problem.moves, problem.x).flow.contiguous()
-    centre, nowhere = problem.columns.objective(problem.x), torch.zeros_like(problem.x)
-    return Best(
-        still,
-        problem.x.clone(),
-        centre,
-        unknown.clone(),
-        unknown.clone(),
-        nowhere,
-        torch.zeros_like(problem.budget),
-    )
 
 
 def check_books(problem: Problem, best: Best) -> None:

@@ -19,7 +19,7 @@ from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
 from wball.solvers.distance import distance
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
-from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, TransportProblem, masses
+from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, masses
 from wball.solvers.projection import project
 from wball.solvers.support import support
 
@@ -102,7 +102,7 @@ class WassersteinBall(Ball):
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
         problem = self.problem(inputs.check_images("x", x, self.box, g=g))
-        return support(problem, g, reg=reg, tol=tol, max_iter=max_iter, time_limit=time_limit)
+        return support(problem, g, Effort(reg, tol, max_iter, time_limit))
 
     def project(
         self,
@@ -118,16 +118,8 @@ class WassersteinBall(Ball):
     ) -> ProjectionResult:
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
-        return project(
-            self.problem(inputs.check_images("x", x, self.box, w=w, **duals)),
-            w,
-            reg=reg,
-            tol=tol,
-            max_iter=max_iter,
-            init=init,
-            mode=mode,
-            time_limit=time_limit,
-        )
+        problem = self.problem(inputs.check_images("x", x, self.box, w=w, **duals))
+        return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see :mod:`wball.solvers.distance`."""

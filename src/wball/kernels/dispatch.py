@@ -7,8 +7,8 @@ kernel made for the images' device that says it can serve them. The environment 
 ``WBALL_KERNEL`` asks for one kernel instead of ``auto``, and a call that this kernel cannot serve
 raises and says why.
 
-A kernel is a module with a function named like its operation. Unless it serves any images, it also
-has ``why_not(x, moves) -> str | None``: the reason it must refuse such images, or ``None``. A new
+A kernel is a module with a function named like its operation. It may have ``why_not(x, moves) ->
+str | None``: the reason it must refuse such images, or ``None``. A new
 operation adds a package and a line to the table. Modules are imported when they are first asked
 for: neither numba nor triton slows ``import wball``.
 
@@ -110,20 +110,6 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
     return "torch"
 
 
-def home(name: str, x: Tensor) -> torch.device:
-    """Where this kernel works on these images: the compiled loops on the host, all others where the
-    images are."""
-    return torch.device("cpu") if name == "cpu" else x.device
-
-
-def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
-    """The fallback kernel for unsolved images. Only kernels that cannot check their progress need
-    one."""
-    if name not in NEVER_READS:
-        return None
-    return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"
-
-
 def why_not(
     operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None
 ) -> str | None:
@@ -135,8 +121,9 @@ def why_not(
         return str(error)
     if x is None:
         return None
-    refuses: Callable[[Tensor, Moves | None], str | None] | None = getattr(module, "why_not", None)
-    return None if refuses is None else refuses(x, moves)
+    usual = _why_not_compiled if name == "cpu" else lambda *_: None
+    refuses: Callable[[Tensor, Moves | None], str | None] = getattr(module, "why_not", usual)
+    return refuses(x, moves)
 
 
 _loaded: dict[str, ModuleType | str] = {}
@@ -156,8 +143,8 @@ def load(operation: str, name: str) -> ModuleType:
     return module
 
 
-def why_not_compiled(x: Tensor, moves: Moves | None) -> str | None:
-    """Why compiled loops must refuse such images, or ``None``."""
+def _why_not_compiled(x: Tensor, moves: Moves | None) -> str | None:
+    """Why compiled loops must refuse such images, or ``None``, unless they say so themselves."""
     if not isinstance(moves, StencilMoves | None):
         return "matrix costs are served by the torch kernel only"
     if x.device.type != "cpu":

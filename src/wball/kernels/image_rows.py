@@ -7,20 +7,12 @@ A column beyond reach stays at ``z = 0``, and its dual variable has a closed for
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from wball.cost import StencilMoves
-from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled
-from wball.kernels.dispatch import split
 
 
 class Window(NamedTuple):
@@ -47,7 +39,7 @@ class Goal(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The arrays of a :class:`wball.kernels.books.Problem` and its starting points."""
+    """The arrays of a :class:`wball.kernels.column_problem.Problem` and its starting points."""
 
     x: Any
     budget: Any
@@ -59,7 +51,7 @@ class Images(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The arrays of :class:`wball.kernels.books.Best`, and the steps used."""
+    """The arrays of :class:`wball.kernels.column_problem.Best`, and the steps used."""
 
     flow: Any
     z: Any
@@ -69,49 +61,6 @@ class Known(NamedTuple):
     u: Any
     psi: Any
     n_iter: Any
-
-
-def improve(
-    loop: Callable[..., None],
-    settings: NamedTuple,
-    problem: Problem,
-    start: Tensor,
-    max_iter: int,
-    best: Best,
-) -> Tensor:
-    """Improve ``best`` by a compiled ``loop(images, moves, goal, settings, known)``, run on parts
-    of the batch. Returns the steps used per image."""
-    from wball import plan
-
-    columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
-    images = (
-        problem.x, problem.budget, columns.target, start, problem.tau, limits.offset, limits.floor,
-    )  # fmt: skip
-    given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
-    n_iter = np.zeros(batch, dtype=np.int64)
-    known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
-    assert isinstance(problem.moves, StencilMoves)
-    arrays = window(problem.moves)
-    box, effort = (columns.lo, columns.hi, columns.linear), (max_iter, plan.REPAIR_SWEEPS)
-
-    def run(part: slice, stop: NDArray[np.int64]) -> None:
-        goal = Goal(*box, limits.tol, limits.parts, *effort, stop)
-        here, there = Images(*(a[part] for a in given)), Known(*(a[part] for a in known))
-        loop(here, arrays, goal, settings, there)
-
-    begin = time.monotonic()
-    run(slice(0, 0), np.zeros(1, dtype=np.int64))  # compile
-    problem.deadline.put_off(time.monotonic() - begin)
-    with problem.deadline.flag() as stop:
-        split(batch, lambda first, last: run(slice(first, last), stop), entries=1_000_000)
-    return torch.from_numpy(n_iter)
-
-
-def window(moves: StencilMoves) -> Window:
-    """The moves, cheapest first, as arrays."""
-    down, across, fee = (np.asarray(column) for column in zip(*moves, strict=True))
-    reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
-    return Window(down, across, fee.astype(np.float64), reverse, 0)
 
 
 class ImageProblem(NamedTuple):
@@ -311,7 +260,7 @@ def lower_bounds(p, u, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def allowed(p, goal, primal, entropy):  # type: ignore[no-untyped-def]
-    """The gap at which an image counts as solved: :class:`wball.kernels.books.Tolerance`."""
+    """The gap at which an image counts as solved: :class:`wball.kernels.column_problem.Tolerance`."""
     size = max(abs(primal - entropy + p.offset), goal.parts * (primal - 2.0 * entropy))
     return goal.tol * size + p.floor
 

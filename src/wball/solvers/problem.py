@@ -7,16 +7,19 @@ dtype back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from wball import inputs
 from wball.cost import DenseCost, GridCost, GroundCost, Moves, StencilCost
 from wball.inputs import result_dtype
 from wball.plan import Plan
+from wball.result import Result, Status, joined_results
 
 ROUNDING_SHARE = 9e-5
 """Share of the radius by which rounding may exceed it; points of the ball may exceed it by 1e-4."""
@@ -195,32 +198,86 @@ def _largest_share(cost: GroundCost, x: Tensor) -> float:
     return 0.275 * torch.finfo(torch.float32).eps * dearest * far
 
 
-def chunks(x: Tensor, moves: Moves) -> Iterator[slice]:
-    """Slices of the batch whose arc tensors fit in memory, at least one."""
+class Effort(NamedTuple):
+    """The problem's entropy, and when its solver stops.
+
+    Attributes:
+        reg: the paper's lambda in the units of an image scaled to mass 1; ``inf`` for no entropy.
+        tol: relative duality gap at which an image is done.
+        max_iter: Newton steps per image.
+        time_limit: seconds per image, on average over those solved together. An image that takes
+            longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
+    """
+
+    reg: float
+    tol: float
+    max_iter: int
+    time_limit: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether there is no entropy."""
+        return math.isinf(self.reg)
+
+    def checked(self) -> Effort:
+        """The same, if its values make sense."""
+        return Effort(
+            inputs.check_positive("reg", self.reg, inf=True),
+            inputs.check_positive("tol", self.tol),
+            inputs.check_count("max_iter", self.max_iter),
+            inputs.check_positive("time_limit", self.time_limit, inf=True),
+        )
+
+
+def in_chunks(
+    problem: TransportProblem,
+    solve: Callable[[TransportProblem, slice, Moves], tuple[Result, PackedFlow]],
+) -> Result:
+    """The results of slices of the batch whose arc tensors fit in memory, as one result.
+
+    ``solve`` gets the problem of a slice, the slice and the moves, and also returns the plans.
+    """
+    x, moves = problem.x, problem.moves(as_grid(problem.x[:0]))
     most = MAX_ARC_ENTRIES.get(x.device.type, MAX_ARC_ENTRIES["cpu"])
     size = max(1, most // max(1, math.prod(x.shape[1:]) * len(moves)))
-    for start in range(0, max(1, x.shape[0]), size):
-        yield slice(start, min(x.shape[0], start + size))
+    slices = [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
+    parts, flows = zip(*(solve(problem.take(part), part, moves) for part in slices), strict=True)
+    return replace(joined_results(parts), write=partial(_written, moves, flows))
 
 
-class PackedPlans:
-    """Plans of several chunks of images, of which only the moves in use are kept: few of a window's
-    are."""
+PackedFlow = tuple[torch.Size, Tensor, Tensor]
+"""Shape, positions and masses of the moves in use, which are few of a window's."""
 
-    def __init__(self, moves: Moves) -> None:
-        self._moves, self._parts = moves, list[tuple[torch.Size, Tensor, Tensor]]()
 
-    def add(self, flow: Tensor) -> None:
-        """The next chunk, an arc tensor."""
-        where = flow.flatten().nonzero().squeeze(1)
-        self._parts.append((flow.shape, where, flow.flatten()[where]))
+def packed(flow: Tensor) -> PackedFlow:
+    """An arc tensor without the moves that are not in use."""
+    where = flow.flatten().nonzero().squeeze(1)
+    return flow.shape, where, flow.flatten()[where]
 
-    def written(self) -> Plan:
-        """All of them, written out."""
-        return Plan(self._moves, torch.cat([_unpacked(*part) for part in self._parts]))
+
+def _written(moves: Moves, flows: Sequence[PackedFlow]) -> Plan:
+    return Plan(moves, torch.cat([_unpacked(*flow) for flow in flows]))
 
 
 def _unpacked(shape: torch.Size, where: Tensor, mass: Tensor) -> Tensor:
     flow = mass.new_zeros(shape)
     flow.view(-1)[where] = mass.clamp(min=0)
     return flow
+
+
+def statuses(
+    converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False
+) -> tuple[Status, ...]:
+    """One status per image from masks of those that met the tolerance and of those that stopped
+    before ``max_iter``.
+
+    The latter is asked for only where some did not meet it. ``late``: time was up before all of
+    them were done.
+    """
+    met = converged.tolist()
+    if all(met):
+        return (Status.CONVERGED,) * len(met)
+    early = [False] * len(met) if stalled is None else stalled().tolist()
+    stopped = Status.TIME_LIMIT if late else Status.STALLED
+    missed = (stopped if e else Status.MAX_ITER for e in early)
+    return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))

@@ -26,30 +26,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball import inputs
-from wball.cost import Moves, StencilMoves
+from wball.cost import DenseCost, Moves
 from wball.inputs import dot, largest, per_image
-from wball.kernels.books import Problem, Tolerance
-from wball.kernels.columns import Quadratic
-from wball.kernels.deadline import Deadline
+from wball.kernels.column_problem import Deadline, Problem, Quadratic, Tolerance
 from wball.kernels.projected_sinkhorn import (
     PARTS,
-    ProjectedSinkhorn,
     Projection,
     entropy_at_rest,
     projected_sinkhorn,
 )
+from wball.kernels.proximal_newton import proximal_newton
 from wball.plan import FactoredPlan, Plan
-from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
-from wball.solvers.minimum import Minimum
+from wball.result import Duals, ProjectionResult, Status, joined_kernels
 from wball.solvers.problem import (
-    TIME_LIMIT,
-    PackedPlans,
+    Effort,
+    PackedFlow,
     TransportProblem,
     as_given,
     as_grid,
     as_images,
-    chunks,
+    in_chunks,
+    packed,
+    statuses,
 )
 
 SWEEPS = 400
@@ -62,92 +60,69 @@ PAPER_TOL = 0.01
 def project(
     problem: TransportProblem,
     w: Tensor,
-    *,
-    reg: float = math.inf,
-    tol: float = 1e-5,
-    max_iter: int = 500,
+    effort: Effort,
     init: Duals | None = None,
     mode: Literal["exact", "paper"] = "exact",
-    time_limit: float = TIME_LIMIT,
 ) -> ProjectionResult:
     """The point of the ball nearest to ``w``.
 
     Args:
         problem: centres, moves, budget and box.
         w: points to project, any finite values of the same shape. The ball checks it, and ``init``.
-        reg: the paper's lambda in mass-1 units; ``inf`` is the exact projection.
-        tol: relative duality gap at which an image is done.
-        max_iter: Newton steps per image.
+        effort: the entropy, and when to stop.
         init: dual variables of an earlier, similar projection.
         mode: ``"paper"`` is the original procedure for comparison: the limit of Algorithm 2,
             without a box, then a clamp, which destroys mass. Its points are in no ball; all others
             are.
-        time_limit: seconds per image, on average over those solved together. An image that takes
-            longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at
-        most
-        ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within
+        most ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within
         ``sqrt(tol) |w - z|`` of the optimum. The second term is for points inside the ball, where
         ``d`` vanishes; where ``d`` is below 3 % of ``d`` and the entropy together, that share of
         them counts instead.
     """
-    w = w.detach()
-    reg = inputs.check_positive("reg", reg, inf=True)
-    tol = inputs.check_positive("tol", tol)
-    inputs.check_count("max_iter", max_iter)
-    effort = tol, max_iter, inputs.check_positive("time_limit", time_limit, inf=True)
+    w, effort = w.detach(), effort.checked()
     if mode not in ("exact", "paper"):
         raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
     if not isinstance(init, Duals | None):
         raise TypeError(
             f"init must be the duals of a projection (result.duals), got {type(init).__name__}"
         )
-    if mode == "paper":
-        if math.isinf(reg):
-            raise ValueError(
-                'mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)'
-            )
-        return _paper(problem, w, reg, tol, max_iter)
-    if math.isinf(reg):
-        return _by_newton(problem, w, reg, effort, init)
-    return _entropic(problem, w, reg, effort, init)
+    if mode == "exact":
+        return _project(problem, w, effort, init)
+    if effort.exact:
+        raise ValueError(
+            'mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)'
+        )
+    return _paper(problem, w, effort)
 
 
-def _entropic(
-    problem: TransportProblem,
-    w: Tensor,
-    reg: float,
-    effort: tuple[float, int, float],
-    init: Duals | None,
+def _project(
+    problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
-    """Sweeps; images that they leave unsolved take Newton steps."""
-    if not isinstance(problem.moves(as_images(problem.x)), StencilMoves):
-        return _by_newton(problem, w, reg, effort, init)  # sweeps over a matrix are slow
-    found = _swept(problem, w, reg, (effort[0], SWEEPS), init)
+    """Newton's method; with entropy, sweeps and Newton steps of images that they leave unsolved."""
+    if effort.exact or isinstance(problem.cost, DenseCost):  # sweeps over a matrix are slow
+        return _by_newton(problem, w, effort, init)
+    found = _swept(problem, w, effort, init)
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
     if not left:
         return found
     index = torch.tensor(left, device=w.device)
-    return _patched(found, index, _by_newton(problem.take(index), w[index], reg, effort, None))
+    return _patched(found, index, _by_newton(problem.take(index), w[index], effort, None))
 
 
 def _swept(
-    problem: TransportProblem,
-    w: Tensor,
-    reg: float,
-    effort: tuple[float, int],
-    init: Duals | None,
+    problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
     """The entropic projection of ``w`` by projected Sinkhorn, for all images at once."""
     x, budget, spend = problem.x, problem.budget, problem.spendable()
-    grid, tau = as_images(x), problem.mass / reg
+    grid, tau = as_images(x), problem.mass / effort.reg
     moves = problem.moves(grid)
     u, psi = (None, None) if init is None else (as_images(init.beta), init.psi)
     answer = projected_sinkhorn(Projection(
         grid, as_images(w), spend, moves, problem.box, tau,
-        u=u, psi=psi, tol=effort[0], max_iter=effort[1], factors=True,
+        u=u, psi=psi, tol=effort.tol, max_iter=SWEEPS, factors=True,
     ))  # fmt: skip
     gap, solved = answer.gap, answer.gap <= answer.allowed
     if spend is not budget:  # something is held back
@@ -156,6 +131,8 @@ def _swept(
     # The kernel treats a ball without budget as one point, even if moves are free.
     if moves.has_free:
         solved = solved & ~((spend <= 0) & _escapes(moves, grid))
+    assert answer.keep is not None and answer.give is not None
+    factors = answer.u, answer.psi, tau, answer.keep, answer.give
     return ProjectionResult(
         point=answer.z.reshape(x.shape).to(grid.dtype),
         objective=answer.objective,
@@ -164,14 +141,9 @@ def _swept(
         status=statuses(solved),
         n_iter=answer.n_iter,
         duals=Duals(answer.u.reshape(x.shape), answer.psi),
-        write=partial(_plan, moves, grid, tau, answer),
+        write=partial(FactoredPlan.tempered, moves, grid, *factors),
         kernel=answer.kernel,
     )
-
-
-def _plan(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) -> FactoredPlan:
-    assert answer.keep is not None and answer.give is not None
-    return FactoredPlan.tempered(moves, grid, answer.u, answer.psi, tau, answer.keep, answer.give)
 
 
 def _escapes(moves: Moves, x: Tensor) -> Tensor:
@@ -180,64 +152,54 @@ def _escapes(moves: Moves, x: Tensor) -> Tensor:
 
 
 def _by_newton(
-    problem: TransportProblem,
-    w: Tensor,
-    reg: float,
-    effort: tuple[float, int, float],
-    init: Duals | None,
+    problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
     """The projection by Newton's method, in chunks of images whose plans fit in memory."""
-    x = problem.x
-    moves = problem.moves(as_grid(x[:0]))
-    plans = PackedPlans(moves)
-    parts = [
-        _solved(problem.take(part), w[part], moves, reg, effort, init and init.take(part), plans)
-        for part in chunks(x, moves)
-    ]
-    return joined_results(parts, plans.written)
+
+    def solve(
+        problem: TransportProblem, part: slice, moves: Moves
+    ) -> tuple[ProjectionResult, PackedFlow]:
+        return _solved(problem, w[part], moves, effort, init and init.take(part))
+
+    return in_chunks(problem, solve)
 
 
 def _solved(
-    problem: TransportProblem,
-    w: Tensor,
-    moves: Moves,
-    reg: float,
-    effort: tuple[float, int, float],
-    init: Duals | None,
-    plans: PackedPlans,
-) -> ProjectionResult:
-    """The answer for a chunk of images, whose plans are added to ``plans``."""
-    tol, max_iter, time_limit = effort
-    deadline = Deadline(time_limit * len(problem.x))
-    x, target, lo_hi = as_grid(problem.x), as_grid(w), problem.limits
-    none, exact = torch.zeros_like(problem.mass), math.isinf(reg)
-    tau = none if exact else problem.mass / reg
-    columns = Quadratic(target, *lo_hi)
+    problem: TransportProblem, w: Tensor, moves: Moves, effort: Effort, init: Duals | None
+) -> tuple[ProjectionResult, PackedFlow]:
+    """The result for a chunk of images, and their plans."""
+    tol, max_iter, exact = effort.tol, effort.max_iter, effort.exact
+    deadline = Deadline(effort.time_limit * len(problem.x))
+    x, target = as_grid(problem.x), as_grid(w)
+    none = torch.zeros_like(problem.mass)
+    tau = none if exact else problem.mass / effort.reg
+    columns = Quadratic(target, *problem.limits)
     centre = columns.objective(x)  # mass that stays has no entropy
     rounding = 1e-18 * (1 + dot(target, target))
     tolerance = Tolerance(tol, PARTS, none, torch.add(rounding, centre, alpha=tol**2))
     goal = Problem(x, problem.budget, moves, columns, tau, exact, tolerance, deadline)
     alone = goal.single & ~_escapes(moves, x) if moves.has_free else goal.single
     # Zero prices give a bound, so that the gap is finite wherever the solver stops.
-    run = Minimum(goal, centre, torch.where(alone, centre, goal.bound_without_prices()))
+    best = goal.at_centre(centre, torch.where(alone, centre, goal.bound_without_prices()))
     start = target - x
     if init is not None:
         start = as_grid(init.beta)
-        run.best.psi.copy_(init.psi)
-    run.newton(start, max_iter, warm=init is not None)
-    best = run.hold_back(problem.spendable())
-    plans.add(best.flow)
-    off = best.z - (target - best.u).clamp(*lo_hi)
-    return ProjectionResult(
+        best.psi.copy_(init.psi)
+    n_iter, kernel = proximal_newton(goal, start, max_iter, best, warm=init is not None)
+    goal.hold_back(best, problem.spendable())
+    off = best.z - (target - best.u).clamp(*problem.limits)
+    early = (n_iter < max_iter) & ~goal.single
+    result = ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),
         objective=best.primal if exact else best.primal + entropy_at_rest(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=largest(off).masked_fill(goal.single, 0.0),
-        status=statuses(run.done, lambda: (run.n_iter < max_iter) & ~goal.single, deadline.late),
-        n_iter=run.n_iter,
+        status=statuses(goal.done(best), lambda: early, deadline.late),
+        n_iter=n_iter,
         duals=Duals(best.u.reshape(problem.x.shape), best.psi),
-        kernel=joined_kernels(run.served),
+        kernel=kernel,
     )
+    return result, packed(best.flow)
 
 
 def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -> ProjectionResult:
@@ -270,16 +232,14 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
     )
 
 
-def _paper(
-    problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int
-) -> ProjectionResult:
+def _paper(problem: TransportProblem, w: Tensor, effort: Effort) -> ProjectionResult:
     """The limit of Algorithm 2: ``w - u`` of the problem without a box, clamped.
 
     No plan is returned, because none proves this point. ``residual`` is the largest difference
     between the unclamped point and the columns of the plan.
     """
-    unboxed = replace(problem, box=None)
-    found = _entropic(unboxed, w, reg, (PAPER_TOL * tol, max_iter, math.inf), None)
+    precise = effort._replace(tol=PAPER_TOL * effort.tol, time_limit=math.inf)
+    found = _project(replace(problem, box=None), w, precise, None)
     assert found.duals is not None
     still = per_image((problem.budget <= 0) | (problem.mass <= 0), w)
     point = torch.where(still, problem.x, w - found.duals.beta)

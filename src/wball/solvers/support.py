@@ -26,102 +26,78 @@ import math
 import torch
 from torch import Tensor
 
-from wball import inputs
 from wball.cost import Moves
 from wball.inputs import dot, dot_and_size, largest, per_image
-from wball.kernels.books import Problem, Tolerance
-from wball.kernels.columns import Linear
-from wball.kernels.deadline import Deadline
-from wball.result import SupportResult, joined_kernels, joined_results, statuses
-from wball.solvers.minimum import Minimum
+from wball.kernels.column_problem import Best, Deadline, Linear, Problem, Tolerance
+from wball.kernels.linear_maximum.reference import maximising_plan
+from wball.kernels.proximal_newton import proximal_newton
+from wball.result import SupportResult
 from wball.solvers.problem import (
-    TIME_LIMIT,
-    PackedPlans,
+    Effort,
+    PackedFlow,
     TransportProblem,
     as_given,
     as_grid,
-    chunks,
+    in_chunks,
+    packed,
+    statuses,
 )
 
 
-def support(
-    problem: TransportProblem,
-    g: Tensor,
-    *,
-    reg: float = math.inf,
-    tol: float = 1e-6,
-    max_iter: int = 500,
-    time_limit: float = TIME_LIMIT,
-) -> SupportResult:
+def support(problem: TransportProblem, g: Tensor, effort: Effort) -> SupportResult:
     """``max <g, z>`` over the ball.
 
     Args:
         problem: centres, moves, budget and box.
         g: directions, of the shape of the centres. The ball checks it with its images.
-        reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate
-            Sinkhorn.
-        tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
-        max_iter: steps per image.
-        time_limit: seconds for each image, on average of those solved together. An image that takes
-            longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
+        effort: the entropy (finite ``reg``: the paper's Conjugate Sinkhorn), and when to stop. An
+            image is done when ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
 
     Returns:
         A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still
         bound the exact maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then
         refers to the entropic problem.
     """
-    x = problem.x
-    g = g.detach()
-    reg = inputs.check_positive("reg", reg, inf=True)
-    tol = inputs.check_positive("tol", tol)
-    inputs.check_count("max_iter", max_iter)
-    time_limit = inputs.check_positive("time_limit", time_limit, inf=True)
-    moves = problem.moves(as_grid(x[:0]))
-    plans = PackedPlans(moves)
-    effort = tol, max_iter, time_limit
-    parts = [
-        _solved(problem.take(part), g[part], moves, reg, effort, plans) for part in chunks(x, moves)
-    ]
-    return joined_results(parts, plans.written)
+    g, effort = g.detach(), effort.checked()
+
+    def solve(
+        problem: TransportProblem, part: slice, moves: Moves
+    ) -> tuple[SupportResult, PackedFlow]:
+        return _solved(problem, g[part], moves, effort)
+
+    return in_chunks(problem, solve)
 
 
 def _solved(
-    problem: TransportProblem,
-    g: Tensor,
-    moves: Moves,
-    reg: float,
-    effort: tuple[float, int, float],
-    plans: PackedPlans,
-) -> SupportResult:
-    """The answer for a chunk of images, whose plans are added to ``plans``."""
-    x, budget, (tol, max_iter, time_limit) = problem.x, problem.budget, effort
-    deadline = Deadline(time_limit * len(x))
+    problem: TransportProblem, g: Tensor, moves: Moves, effort: Effort
+) -> tuple[SupportResult, PackedFlow]:
+    """The result for a chunk of images, and their plans."""
+    x, budget, tol, exact = problem.x, problem.budget, effort.tol, effort.exact
+    deadline = Deadline(effort.time_limit * len(x))
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and tolerances suit directions of size 1. Powers
     # of 2 are exact.
-    exact = math.isinf(reg)
     size = _size(direction) if exact else torch.ones_like(budget)
     scaled = direction / per_image(size, direction)
-    tau = torch.full_like(budget, 0.0 if exact else 1.0 / reg)
+    tau = torch.full_like(budget, 0.0 if exact else 1.0 / effort.reg)
     still, most = dot_and_size(scaled, grid)
     floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # a gap this small counts as 0
     tolerance = Tolerance(tol, 0.0, still, floor)
     goal = Problem(
         grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline
     )
-    run = Minimum(goal, -still)
-    if run.todo.numel() < len(x):
-        _bound_single(run)
+    best = goal.at_centre(-still)
+    if len(goal.todo(best)) < len(x):
+        _bound_single(goal, best)
     if exact and math.isinf(goal.columns.hi):
-        run.without_box(max_iter)
+        n_iter, kernel = _without_box(goal, effort.max_iter, best)
     else:
-        run.newton(scaled, max_iter)
-    best = run.hold_back(problem.spendable())
-    plans.add(best.flow)
+        n_iter, kernel = proximal_newton(goal, scaled, effort.max_iter, best)
+    goal.hold_back(best, problem.spendable())
     point = as_given(best.z, x, problem.box)
     reached = as_grid(point)
     value, weight = dot_and_size(direction, reached)
-    upper, done = torch.maximum(-size * best.hard, value), run.done
+    upper, done = torch.maximum(-size * best.hard, value), goal.done(best)
     if exact:
         # Sums over images of denormal mass may round to 0: check the gap of what is returned.
         heft = size * most
@@ -129,19 +105,34 @@ def _solved(
         rounding = 0.5 * torch.finfo(point.dtype).eps + 1e-12
         allowed = torch.add(tol * allowed, heft + weight, alpha=rounding)
         done = done & (upper - value <= allowed + 1e-300)
-    status = statuses(done, lambda: run.n_iter < max_iter, deadline.late)
-    return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
+    status = statuses(done, lambda: n_iter < effort.max_iter, deadline.late)
+    return SupportResult(point, value, upper, status, n_iter, kernel=kernel), packed(best.flow)
 
 
-def _bound_single(run: Minimum) -> None:
+def _bound_single(problem: Problem, best: Best) -> None:
     """Bound ``-max <g, z>`` of balls without a budget, where only free moves are possible."""
-    problem, moves, best = run.problem, run.problem.moves, run.best
-    reached = dot(
-        problem.x,
-        torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf).amax(2),
-    )
+    moves = problem.moves
+    gained = torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf)
+    reached = dot(problem.x, gained.amax(2))
     best.dual.copy_(torch.where(problem.single, -reached, best.dual))
     best.hard.copy_(best.dual)
+
+
+def _without_box(problem: Problem, max_iter: int, best: Best) -> tuple[Tensor, str]:
+    """Keep the best plans without the box, where ``u = g`` is optimal, repaired into it, and their
+    bounds. Returns the steps used, and the kernel."""
+    n_iter, todo = torch.zeros_like(best.primal, dtype=torch.long), problem.todo(best)
+    if not todo.numel():
+        return n_iter, "none"
+    part = problem.take(todo)
+    x, g = part.x, part.columns.target
+    plan, found = maximising_plan(g, x, part.budget, part.moves, max_iter=max_iter)
+    bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
+    best.keep_duals(todo, g, found.psi, (bound, bound))
+    plan = part.repaired(plan)
+    best.keep_plan(todo, plan, part.objective(plan))
+    n_iter[todo] = found.n_iter
+    return n_iter, "torch"
 
 
 def _size(direction: Tensor) -> Tensor:

@@ -8,25 +8,34 @@ takes as many steps as *it* needs, and conjugate gradients walk over lists of th
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.cost import Moves, StencilMoves
-from wball.kernels.books import Best, Problem
+from wball.kernels import proximal_newton as settings
+from wball.kernels.column_problem import Best, Problem
 from wball.kernels.compiled import compiled, exp
+from wball.kernels.dispatch import split
 from wball.kernels.image_rows import (
+    Goal,
+    Images,
+    Known,
+    Window,
     allowed,
     copy,
     fill,
-    improve,
     lower_bounds,
     opened,
     repaired,
     store,
 )
-from wball.kernels.proximal_newton import settings
+from wball.plan import REPAIR_SWEEPS
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -73,8 +82,35 @@ def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    chosen = _Settings(settings.method(problem), warm)
-    return improve(_solve_images, chosen, problem, start, max_iter, best)
+    columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
+    images = (
+        problem.x, problem.budget, columns.target, start, problem.tau, limits.offset, limits.floor,
+    )  # fmt: skip
+    given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
+    n_iter = np.zeros(batch, dtype=np.int64)
+    known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
+    assert isinstance(problem.moves, StencilMoves)
+    moves, chosen = _window(problem.moves), _Settings(settings.method(problem), warm)
+    box, effort = (columns.lo, columns.hi, columns.linear), (max_iter, REPAIR_SWEEPS)
+
+    def run(part: slice, stop: NDArray[np.int64]) -> None:
+        goal = Goal(*box, limits.tol, limits.parts, *effort, stop)
+        here, there = Images(*(a[part] for a in given)), Known(*(a[part] for a in known))
+        _solve_images(here, moves, goal, chosen, there)
+
+    begin = time.monotonic()
+    run(slice(0, 0), np.zeros(1, dtype=np.int64))  # compile
+    problem.deadline.put_off(time.monotonic() - begin)
+    with problem.deadline.flag() as stop:
+        split(batch, lambda first, last: run(slice(first, last), stop), entries=1_000_000)
+    return torch.from_numpy(n_iter)
+
+
+def _window(moves: StencilMoves) -> Window:
+    """The moves, cheapest first, as arrays."""
+    down, across, fee = (np.asarray(column) for column in zip(*moves, strict=True))
+    reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
+    return Window(down, across, fee.astype(np.float64), reverse, 0)
 
 
 @compiled(inner=True)

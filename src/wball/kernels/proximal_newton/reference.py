@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from wball.inputs import dot, per_image
-from wball.kernels.books import Best, Problem
-from wball.kernels.proximal_newton import settings
+from wball.kernels import proximal_newton as settings
+from wball.kernels.column_problem import Best, Problem
 from wball.plan import Plan
 
 

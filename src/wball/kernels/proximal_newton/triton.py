@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.cost import Moves, StencilMoves
-from wball.kernels.books import Best, Problem
-from wball.kernels.proximal_newton import settings
+from wball.kernels import proximal_newton as settings
+from wball.kernels.column_problem import Best, Problem
 from wball.kernels.proximal_newton.triton_dual import (
     BUFFERS,
     COLUMN,
