@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ class _Solved:
     @property
     def converged(self) -> Tensor:
         """Which images the solver vouches for."""
-        return converged(self.status)
+        good = (Status.CONVERGED, Status.EXACT)
+        return torch.tensor([status in good for status in self.status], dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,6 @@ class ProjectionResult(_Solved):
     duals: Duals | None = None
     write: Callable[[], StoredPlan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
-
-
-def converged(status: tuple[Status, ...]) -> Tensor:
-    """Which images a solver vouches for, as a mask."""
-    return torch.tensor([s in (Status.CONVERGED, Status.EXACT) for s in status], dtype=torch.bool)
-
-
-Result = TypeVar("Result", SupportResult, ProjectionResult)
-
-
-def joined_results(parts: Sequence[Result]) -> Result:
-    """The results for parts of a batch, in their order, as one without plans."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], Duals):
-            return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
-        return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
-
-    names = {item.name for item in fields(parts[0])} - {"write", "kernel"}
-    every = {name: join(name) for name in names}
-    return replace(parts[0], **every, kernel=joined_kernels(part.kernel for part in parts))
 
 
 def joined_kernels(names: Iterable[str]) -> str:

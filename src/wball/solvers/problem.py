@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from wball import inputs
 from wball.cost import DenseCost, GridCost, GroundCost, Moves, StencilCost
 from wball.inputs import result_dtype
 from wball.plan import Plan
-from wball.result import Result, Status, joined_results
+from wball.result import Duals, ProjectionResult, Status, SupportResult, joined_kernels
 
 ROUNDING_SHARE = 9e-5
 """Share of the radius by which rounding may exceed it; points of the ball may exceed it by 1e-4."""
@@ -198,6 +198,9 @@ def _largest_share(cost: GroundCost, x: Tensor) -> float:
     return 0.275 * torch.finfo(torch.float32).eps * dearest * far
 
 
+Result = TypeVar("Result", SupportResult, ProjectionResult)
+
+
 class Effort(NamedTuple):
     """The problem's entropy, and when its solver stops.
 
@@ -242,7 +245,23 @@ def in_chunks(
     size = max(1, most // max(1, math.prod(x.shape[1:]) * len(moves)))
     slices = [slice(start, start + size) for start in range(0, max(1, len(x)), size)]
     parts, flows = zip(*(solve(problem.take(part), part, moves) for part in slices), strict=True)
-    return replace(joined_results(parts), write=partial(_written, moves, flows))
+    return replace(_joined(parts), write=partial(_written, moves, flows))
+
+
+def _joined(parts: Sequence[Result]) -> Result:
+    """The results for parts of a batch, in their order, as one."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], Duals):
+            return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
+        return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
+
+    names = {item.name for item in fields(parts[0])} - {"write", "kernel"}
+    every = {name: join(name) for name in names}
+    return replace(parts[0], **every, kernel=joined_kernels(part.kernel for part in parts))
 
 
 PackedFlow = tuple[torch.Size, Tensor, Tensor]

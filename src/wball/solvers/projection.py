@@ -208,6 +208,9 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
     def put(mine: Tensor, theirs: Tensor) -> Tensor:
         return mine.index_copy(0, index, theirs.to(mine))
 
+    names = ("point", "objective", "gap", "residual")
+    better = {name: put(getattr(found, name), getattr(others, name)) for name in names}
+
     def written() -> Plan:
         mine, theirs = found.plan, others.plan
         assert mine is not None and theirs is not None
@@ -217,11 +220,9 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
     status = list(found.status)
     for place, new in zip(index.tolist(), others.status, strict=True):
         status[place] = new
-    return ProjectionResult(
-        point=put(found.point, others.point),
-        objective=put(found.objective, others.objective),
-        gap=put(found.gap, others.gap),
-        residual=put(found.residual, others.residual),
+    return replace(
+        found,
+        **better,
         status=tuple(status),
         n_iter=found.n_iter.index_add(0, index, others.n_iter.to(found.n_iter)),
         duals=Duals(
