@@ -1,10 +1,10 @@
 """``python -m benchmarks NAME``: measure public calls, attacks and certificates.
 
 ``calls`` times the public calls and ``growth`` how they grow. ``public`` attacks public networks,
-``masks`` networks that hide their gradients. ``proofs`` says what certificates decide,
-``validity`` audits what attacks return, ``soundness`` attacks certificates, ``predecessors`` runs
-the attacks of others. Each has a ``--help``
-of its own and writes ``results/NAME.json`` after every row.
+``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
+certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
+``predecessors`` runs the attacks of others. Each has a ``--help`` of its own and writes
+``results/NAME.json`` after every row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("calls", "growth", "public", "masks", "proofs", "validity", "soundness", "predecessors")
+NAMES = (
+    "calls",
+    "growth",
+    "public",
+    "masks",
+    "photos",
+    "proofs",
+    "validity",
+    "soundness",
+    "predecessors",
+)
 
 
 def main(words: list[str]) -> None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import wball
-from benchmarks import calls, growth, inputs, masks, proofs, public, soundness, validity
+from benchmarks import calls, growth, inputs, masks, photos, proofs, public, soundness, validity
 from benchmarks.masked import MASKS
 
 CALLS = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1"]
@@ -55,6 +56,16 @@ def test_growth_has_a_row_for_every_size(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(r["seconds"] > 0 and r["extra_memory_in_batches"] is None for r in rows)
     assert (tmp_path / "g.png").stat().st_size > 1000
+
+
+def test_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(photos, "classifier", lambda: wball.load_model("mnist-standard"))
+    np.savez(tmp_path / "crops.npz", crops=(255 * digits()[0]).byte().numpy())
+    words = ["--crops", str(tmp_path / "crops.npz"), "--images", "2", "--attacks", "fast"]
+    rows = measured(photos.main, tmp_path / "p.json", "--radii", "0.001", "0.5", *words)["rows"]
+    assert rows[0]["accuracy"] == {"0.001": 1.0, "0.5": 0.0}
+    assert rows[0]["network_images"] > 0 and rows[0]["network_share"] > 0
+    assert len(rows[1]["status"]) == 2
 
 
 def test_masks_leave_the_network_a_network() -> None:

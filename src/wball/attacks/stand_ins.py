@@ -311,14 +311,32 @@ class Smoothed:
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return ask(self.model, x)
-        with torch.no_grad():
-            values = ask(self.model, x)
         self._draws = self._draws or torch.Generator(x.device).manual_seed(0)
-        total = torch.zeros_like(values)
-        for _ in range(DRAWS):
-            noisy = into_box(x + self.noise * normal(x, self._draws), self.box)
-            total = total + ask(self.model, noisy)
-        return _carry(values, total / DRAWS)
+        noise = [self.noise * normal(x, self._draws) for _ in range(DRAWS)]
+        scores: Tensor = _Averaged.apply(x, self, noise)
+        return scores
+
+
+class _Averaged(torch.autograd.Function):
+    """Forward, the scores of a model; backward, the mean of its gradients at noisy images. Only one
+    of these passes is in memory at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, smoothed: Smoothed, noise: list[Tensor]) -> Tensor:
+        ctx.x, ctx.smoothed, ctx.noise = x.detach(), smoothed, noise
+        return ask(smoothed.model, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        total = torch.zeros_like(ctx.x)
+        for noise in ctx.noise:
+            with torch.enable_grad():
+                image = ctx.x.clone().requires_grad_(True)
+                scores = ask(ctx.smoothed.model, into_box(image + noise, ctx.smoothed.box))
+            if scores.requires_grad:  # otherwise the model cuts the graph
+                (found,) = torch.autograd.grad(scores, image, gradients[0], allow_unused=True)
+                total = total if found is None else total + found
+        return total / DRAWS, None, None
 
 
 class _AtPlace(torch.autograd.Function):
