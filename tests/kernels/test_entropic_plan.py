@@ -100,7 +100,7 @@ LARGE = [
 
 
 def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
-    apart = (getattr(plan, name).double() - getattr(exact, name)).abs()
+    apart = (getattr(plan, name).double() - getattr(exact, name).double()).abs()
     return float(apart.max()) if apart.numel() else 0.0
 
 
@@ -108,18 +108,18 @@ def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
 def test_compiled_loops_equal_the_reference(case: Case) -> None:
     for seed, dtype in enumerate((torch.float64, torch.float32)):
         case = replace(case, seed=case.seed + seed)
-        ours = solver("entropic_plan", "cpu")(case.request(dtype, warm=seed > 0))
-        exact = reference.entropic_plan(case.request(torch.float64, warm=seed > 0))
+        request = case.request(dtype, warm=seed > 0)
+        ours, exact = solver("entropic_plan", "cpu")(request), reference.entropic_plan(request)
         assert ours.z.dtype == ours.q.dtype == ours.psi.dtype == dtype
         tol = 1e-9 if dtype == torch.float64 else 1e-6
-        for name in ("z", "cost", "net_cost"):
+        for name in ("z", "cost", "net_cost", "scale", "kappa"):
             assert error(ours, exact, name) <= 10 * tol, name
         if dtype == torch.float64:
             assert error(ours, exact, "keep") <= tol and error(ours, exact, "give") <= tol
         if case.cost != GridCost(1):  # prices are arbitrary there, and where there is no mass
             lit = case.request(dtype).x.flatten(1).any(1)
             for name in ("psi", "q"):
-                mine, theirs = getattr(ours, name)[lit].double(), getattr(exact, name)[lit]
+                mine, theirs = getattr(ours, name)[lit], getattr(exact, name)[lit]
                 torch.testing.assert_close(mine, theirs, rtol=max(tol, 1e-6), atol=max(tol, 1e-6))
 
 
@@ -130,12 +130,12 @@ def test_compiled_loops_equal_the_reference(case: Case) -> None:
 )
 def test_programs_equal_the_reference(case: Case) -> None:
     request = case.request(torch.float32)
-    exact = reference.entropic_plan(case.request(torch.float64))
-    ours = solver("entropic_plan", "triton")(request)
+    exact, ours = reference.entropic_plan(request), solver("entropic_plan", "triton")(request)
     assert ours.z.dtype == ours.q.dtype == ours.psi.dtype == torch.float32
     assert ours.cost.dtype == ours.net_cost.dtype == torch.float64
     rounding = 1e-6 * (1 + case.scale)  # of exponents, which grow with the potentials
     allowed = {"z": 2 * rounding, "cost": 1e-5 + 2 * rounding, "net_cost": 1e-5 + 2 * rounding}
+    allowed |= {"scale": 1e-5 + 20 * rounding, "kappa": 1e-5 + 20 * rounding}
     if case.cost != GridCost(1):
         allowed |= dict.fromkeys(("psi", "q"), 20 * rounding)
     for name, atol in allowed.items():
@@ -172,7 +172,7 @@ def flows(
         return images[image, channel].double().cpu().numpy().ravel()
 
     finite, mass = np.where(np.isfinite(cost), cost, 0), flat(request.x)
-    score = flat(request.b)[None, :] + flat(plan.q)[None, :] - float(plan.psi[image]) * finite
+    score = flat(plan.chosen)[None, :] - float(plan.psi[image]) * finite
     score = np.where(np.isfinite(cost), score, -np.inf)
     shares = np.exp(score - score.max(1, keepdims=True))
     flow = mass[:, None] * shares / shares.sum(1, keepdims=True)
@@ -193,8 +193,11 @@ def assert_describes(
         for c in range(len(image)):
             flow, cost = flows(ball, request, plan, k, c)
             assert flow.min() >= -tol
-            columns = plan.z[k, c].double().cpu().numpy().ravel()
-            np.testing.assert_allclose(flow.sum(0), columns, rtol=0, atol=tol)
+            mine, columns = (
+                part[k, c].double().cpu().numpy().ravel() for part in (request.x, plan.z)
+            )
+            scaled = mine + float(plan.scale[k]) * (flow.sum(0) - mine)
+            np.testing.assert_allclose(scaled, columns, rtol=0, atol=tol)
             spent += float((flow * cost).sum())
             net += float((np.maximum(flow - flow.T, 0) * cost).sum())
         assert float(plan.cost[k]) == pytest.approx(spent, rel=1e-4, abs=tol * mass)
@@ -259,7 +262,7 @@ def test_starts(kernel: str) -> None:
     assert torch.equal(again.psi, first.psi) and torch.equal(again.q, first.q)
     torch.testing.assert_close(again.z, first.z, atol=1e-6, rtol=0)
     cold = solve(replace(request, psi=None, q=None))
-    for name in ("z", "cost", "net_cost", "psi", "q", "keep", "give"):
+    for name in ("z", "cost", "scale", "kappa", "psi", "q", "keep", "give", "chosen"):
         assert torch.equal(getattr(cold, name), getattr(first, name)), name
 
 
@@ -335,4 +338,4 @@ def test_programs_take_a_few_batches_of_memory_at_any_window(
     triton_plan.entropic_plan(request)  # what is made once
     with Count() as count:
         triton_plan.entropic_plan(request)
-    assert 4 * request.x.numel() < count.total / 4 <= 13 * request.x.numel()
+    assert 4 * request.x.numel() < count.total / 4 <= 14 * request.x.numel()

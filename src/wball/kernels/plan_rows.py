@@ -16,7 +16,7 @@ from torch import Tensor
 from wball.cost import Moves
 from wball.inputs import per_image
 
-REPAIR_SWEEPS, PLAIN_SWEEPS = 40, 10
+REPAIR_SWEEPS, PLAIN_SWEEPS = 16, 6
 """Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their
 excess: mass that circulates among full pixels would take long to vanish otherwise."""
 

@@ -30,13 +30,7 @@ from torch import Tensor
 from wball.cost import DenseCost
 from wball.inputs import largest, per_image, result_dtype
 from wball.kernels import dispatch
-from wball.kernels.entropic_plan import (
-    PlanRequest,
-    balanced,
-    entropic_plan,
-    narrowed,
-    pull_back,
-)
+from wball.kernels.entropic_plan import PlanRequest, entropic_plan
 from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
 from wball.plan import FactoredPlan
@@ -119,20 +113,17 @@ class TransportOracle(_Oracle):
         self._kappa: Tensor | None = None
 
     def __call__(self, b: Tensor) -> OraclePoint:
-        potentials = narrowed(b.detach().to(self.x.dtype).reshape(self._grid.shape))
-        raw = self.budget if self._kappa is None else self.budget * self._kappa
-        request = PlanRequest(
-            self._grid, potentials, raw, self._moves, self.problem.box,
-            psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton, momentum=self.momentum,
-        )  # fmt: skip
-        plan = entropic_plan(request)
-        self._psi, self._q = plan.psi, plan.q
-        point = pull_back(request, plan, self.budget, self._kappa)
-        self._kappa = point.kappa
+        plan = entropic_plan(PlanRequest(
+            self._grid, b.detach().to(self.x.dtype).reshape(self._grid.shape), self.budget, self._moves,
+            self.problem.box, psi=self._psi, q=self._q, kappa=self._kappa,
+            sweeps=self.sweeps, newton=self.newton, momentum=self.momentum,
+        ))  # fmt: skip
+        self._psi, self._q, self._kappa = plan.psi, plan.q, plan.kappa
         proof = FactoredPlan(
-            self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale
+            self._moves, self._grid, plan.chosen, plan.psi, plan.keep, plan.give, plan.scale
         )
-        return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)
+        cost = plan.scale * plan.net_cost
+        return OraclePoint(plan.z.view(self.x.shape), cost, plan.scale, plan.kernel, proof)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
         """Potentials along ``g``, scaled such that one pixel of way costs ``nats`` in the plan if
@@ -217,8 +208,24 @@ class EntropicProjection(_Oracle):
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
             size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
             scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + scale.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z)
+            z = self._grid + scale.float().view(-1, 1, 1, 1) * _balanced(self._grid, answer.z)
             cost = scale * answer.cost
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)
         return OraclePoint(z.view(self.x.shape), cost, scale, answer.kernel)
+
+
+def _balanced(x: Tensor, z: Tensor) -> Tensor:
+    """Return ``z - x`` with equal loss and gain in each channel: the larger one is scaled down to
+    the other.
+
+    Each pixel ends between its ``x`` and its ``z``, so the box still holds.
+    """
+    change = z - x
+    gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
+    lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    up, down = (
+        (a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost))
+    )
+    return change * torch.where(change > 0, up, down)

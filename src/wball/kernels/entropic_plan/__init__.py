@@ -26,17 +26,16 @@ a product of factors in float64, and sums over moves need no exponentials.
 
 No tensor with one entry per arc exists: every pass loops over the moves.
 
-:func:`pull_back` then moves the columns ``z`` of a plan towards the centre until they are provably
-in the ball:
+The columns ``z`` of the plan then move towards the centre until they are provably in the ball:
 
 .. math::
     z \leftarrow x + t\,D(z - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)).
 
 ``bar P`` is the plan after opposite flows cancel, ``delta`` bounds the rounding error of the flows,
-and ``D`` makes the mass lost equal to the mass gained in each channel. Exponents are sums of
-potentials and prices. In float32 a sum of size ``M`` has an error of a few ``M eps``, and each flow
-has this relative error: the flows that are priced and the flows that arrive may differ by that
-much. The next plan is requested with the budget ``kappa * budget``. ``kappa`` is adapted until the
+and ``D`` makes the mass lost equal to the mass gained in each channel where columns are summed in
+float32. Exponents are sums of potentials and prices. In float32 a sum of size ``M`` has an error of
+a few ``M eps``, and each flow has this relative error: the flows that are priced and the flows that
+arrive may differ by that much. The next plan is requested with the budget ``kappa * budget``. ``kappa`` is adapted until the
 *net* cost is the budget.
 """
 
@@ -62,24 +61,26 @@ COST_TOL = 1e-3
 KAPPA = (0.5, 8.0)
 """Range of ``kappa``. Values below 1 occur when the Newton steps end above the requested cost."""
 
+PACE, PACING = (0.5, 2.0), 0.7
+"""``kappa`` follows ``budget / cost`` within this range, to this power."""
+
 DOUBT = 6
 """Rounding errors of an exponent by which two copies of a flow may differ."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The feasible plan that ``b`` proposes at a cost of about ``budget``.
+    """The feasible plan that ``b`` proposes at a cost of about ``kappa * budget``.
 
     Attributes:
         x: images in the box, float32 or float64, ``(B, C, H, W)``.
-        b: potentials, like ``x``, :func:`narrowed`. Only differences inside a channel's window
-            matter.
-        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will
-            do.
+        b: potentials, like ``x``. Only differences inside a channel's window matter.
+        budget: the ball's budget per image, ``(B,)``. Not positive: images stay unchanged.
         moves: the moves of the ground cost on these images.
         box: ``(lo, hi)`` or ``None``.
         psi: starting price per image, ``(B,)``; ``None`` for :data:`COLD_PRICE`.
         q: starting box potentials, like ``x`` (zeros without a box); ``None`` for zeros.
+        kappa: factor on the budget of this plan, per image, float64; ``None`` for 1.
         sweeps: coordinate steps on the box potentials; none without a box.
         newton: largest number of Newton steps after each of them.
         momentum: what part of a coordinate step the next one goes on by, in [0, 1).
@@ -93,6 +94,7 @@ class PlanRequest:
     _: KW_ONLY
     psi: Tensor | None = None
     q: Tensor | None = None
+    kappa: Tensor | None = None
     sweeps: int = 3
     newton: int = 12
     momentum: float = 0.0
@@ -104,34 +106,44 @@ class PlanRequest:
             psi = torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype)
         return psi, torch.zeros_like(self.x) if self.q is None else self.q
 
+    @property
+    def spend(self) -> Tensor:
+        """Cost of the requested plan, per image, float64."""
+        budget = self.budget.to(torch.float64)
+        return budget if self.kappa is None else budget * self.kappa
+
 
 @dataclass(frozen=True)
 class EntropicPlan:
-    """A plan of the family above that keeps the box, as column sums and the images that describe
-    it.
+    """A plan of the family above that keeps the box, the images that describe it, and its point.
 
     Attributes:
-        z: column sums, inside the box, ``(B, C, H, W)``.
-        cost: ``<P, C>`` per image, float64. At most ``budget`` where the Newton steps sufficed; the
-            caller scales.
+        z: the point, in the ball, ``(B, C, H, W)``.
+        cost: ``<P, C>`` per image, float64. At most ``kappa * budget`` where the Newton steps
+            sufficed.
         net_cost: cost after opposite flows ``i -> j`` and ``j -> i`` cancel (rows and columns
             stay), float64.
+        scale: ``t``, per image, float64; 0 where the plan is not finite. ``z`` costs
+            ``scale * net_cost``.
+        kappa: for the next plan, per image, float64.
         psi: price of cost per image, to warm-start the next call.
         q: box potentials, to warm-start the next call.
         keep: column factors on the moving mass.
         give: row factors on the moving mass.
-        balanced: whether ``z`` has the mass of ``x``, as sums in float64 have it.
+        chosen: the potentials of the plan, ``b + q``, like ``x``.
         kernel: which implementation computed it.
     """
 
     z: Tensor
     cost: Tensor
     net_cost: Tensor
+    scale: Tensor
+    kappa: Tensor
     psi: Tensor
     q: Tensor
     keep: Tensor
     give: Tensor
-    balanced: bool = False
+    chosen: Tensor
     kernel: str = ""
 
 
@@ -147,64 +159,28 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     return replace(plan, kernel=name)
 
 
-@dataclass(frozen=True)
-class PulledBack:
-    """A point of the ball.
-
-    Attributes:
-        z: the point, like ``x``.
-        cost: cost of the plan that proves it, per image, float64.
-        scale: ``t``, per image, float64.
-        kappa: for the next plan, per image, float64.
-        chosen: the potentials of the plan, ``b + q``, like ``x``.
-    """
-
-    z: Tensor
-    cost: Tensor
-    scale: Tensor
-    kappa: Tensor
-    chosen: Tensor
-
-
-def pull_back(
-    request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None
-) -> PulledBack:
-    """Return the point of the ball that ``plan`` proposes. An image whose plan is not finite stays
-    unchanged.
-
-    Args:
-        request: the request that the plan answers.
-        plan: the plan, with its box potentials.
-        budget: the ball's budget per image, float64.
-        kappa: the factor on the budget of this plan, per image, float64; ``None`` for 1.
-    """
-    x, b, box = request.x, request.b, request.box
-    chosen = b + plan.q
-    size = chosen.flatten(1).abs().amax(1) + plan.psi.to(b) * request.moves.dearest
-    doubt = (DOUBT * torch.finfo(b.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
-    tiny = torch.finfo(torch.float64).tiny
-    slack = (budget * (1 - doubt) / plan.net_cost.clamp(min=tiny)).nan_to_num(nan=0.0)
-    paced = slack.clamp(0.5, 2.0) ** 0.7
-    kappa = (paced if kappa is None else kappa * paced).clamp(*KAPPA)
+def pulled_back(
+    request: PlanRequest,
+    columns: Tensor,
+    costs: tuple[Tensor, Tensor],
+    psi: Tensor,
+    q: Tensor,
+    factors: tuple[Tensor, Tensor],
+) -> EntropicPlan:
+    """The answer to ``request`` by a plan with these ``columns``, costs (gross and net), price, box
+    potentials and factors. An image whose plan is not finite stays unchanged."""
+    x, cost, net_cost = request.x, costs[0], costs[1].nan_to_num(posinf=0.0)
+    chosen = narrowed(request.b) + q
+    size = chosen.flatten(1).abs().amax(1) + psi * request.moves.dearest
+    doubt = (DOUBT * torch.finfo(x.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
+    room = request.budget.clamp(min=0.0) * (1 - doubt)
+    slack = room / costs[1].clamp(min=torch.finfo(torch.float64).tiny)
+    slack = torch.where(columns.flatten(1).sum(1).isfinite(), slack, 0.0).nan_to_num(nan=0.0)
     scale = slack.clamp(max=1.0)
-    change = plan.z - x if plan.balanced else balanced(x, plan.z)
-    z = x + scale.to(x.dtype).view(-1, 1, 1, 1) * change.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    if box is not None:
-        z = z.clamp(*box)  # rounding only
-    return PulledBack(z, (scale * plan.net_cost).nan_to_num(nan=0.0), scale, kappa, chosen)
-
-
-def balanced(x: Tensor, z: Tensor) -> Tensor:
-    """Return ``z - x`` with equal loss and gain in each channel: the larger one is scaled down to
-    the other.
-
-    Each pixel ends between its ``x`` and its ``z``, so the box still holds.
-    """
-    change = z - x
-    gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
-    lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
-    tiny = torch.finfo(torch.float64).tiny
-    up, down = (
-        (a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost))
-    )
-    return change * torch.where(change > 0, up, down)
+    change = (columns - x).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    z = x + per_image(scale.to(x.dtype), x) * change
+    if request.box is not None:
+        z = z.clamp(*request.box)  # rounding only
+    paced = slack.clamp(*PACE) ** PACING
+    kappa = (paced if request.kappa is None else request.kappa * paced).clamp(*KAPPA)
+    return EntropicPlan(z, cost, net_cost, scale, kappa, psi, q, *factors, chosen)

@@ -28,6 +28,8 @@ from wball.kernels.entropic_plan import (
     COST_TOL,
     EntropicPlan,
     PlanRequest,
+    narrowed,
+    pulled_back,
 )
 from wball.kernels.factors import (
     EXACT,
@@ -74,10 +76,10 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         float(request.momentum),
     )
     start, q = request.start()
-    given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, q)]
+    given = [t.detach().to(x.dtype).numpy() for t in (x, narrowed(request.b), q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
     psi = start.detach().to(torch.float64).contiguous().numpy().copy()
-    limit = request.budget.detach().to(torch.float64).contiguous().numpy()
+    limit = request.spend.detach().contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 
     def work(start: int, stop: int) -> None:
@@ -93,8 +95,8 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 
     split(shape[0], work, math.prod(shape[1:]) * len(request.moves), PART)
     z, q_new, keep, give = (torch.from_numpy(a) for a in out)
-    tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(psi).to(x.dtype))
-    return EntropicPlan(z, *tensors, q_new, keep, give, balanced=True)
+    costs, price = (torch.from_numpy(cost), torch.from_numpy(net)), torch.from_numpy(psi)
+    return pulled_back(request, z, costs, price.to(x.dtype), q_new, (keep, give))
 
 
 # The functions below work on the flat image between ``pad`` and ``pad + n``.

@@ -8,16 +8,22 @@ import math
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan import COST_TOL, EntropicPlan, PlanRequest
+from wball.kernels.entropic_plan import (
+    COST_TOL,
+    EntropicPlan,
+    PlanRequest,
+    narrowed,
+    pulled_back,
+)
 from wball.kernels.plan_rows import PlanRows, image_sums, into_box
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`. Computes in float64 for any input."""
     dtype = request.x.dtype
-    x, b, psi, q = (t.detach().double() for t in (request.x, request.b, *request.start()))
+    x, b, psi, q = (t.detach().double() for t in (request.x, narrowed(request.b), *request.start()))
     lo, hi = request.box if request.box is not None else (0.0, math.inf)
-    budget, moves = request.budget.to(torch.float64), request.moves.like(x)
+    budget, moves = request.spend, request.moves.like(x)
     plan = PlanRows(x, b + q, moves)
     psi = plan.solve_price(budget, psi, request.newton, lambda psi: COST_TOL)
     sweeps, before = request.sweeps if request.box is not None else 0, q
@@ -33,7 +39,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     keep, give, sent, received = into_box(plan, lo, hi, slack)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     z, psi, q, kept, given = (t.to(dtype) for t in (z, psi, q, keep, give))
-    return EntropicPlan(z, *_costs(plan, keep, give), psi, q, kept, given, balanced=True)
+    return pulled_back(request, z, _costs(plan, keep, give), psi, q, (kept, given))
 
 
 def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:

@@ -18,7 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.cost import Moves
-from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, EntropicPlan, PlanRequest
+from wball.kernels.entropic_plan import (
+    COLD_PRICE,
+    COST_TOL,
+    DOUBT,
+    KAPPA,
+    PACE,
+    PACING,
+    EntropicPlan,
+    PlanRequest,
+)
+from wball.kernels.plan_rows import SPREAD
 from wball.kernels.triton_flows import flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
@@ -30,6 +40,7 @@ from wball.kernels.triton_stencil import (
     solve_price,
     stage_halos,
     stencil,
+    sum_two,
     too_large,
     warps,
 )
@@ -40,6 +51,8 @@ _COLD_PRICE, _COST_TOL, _RANGE = (
     tl.constexpr(COST_TOL),
     tl.constexpr(RANGE),
 )
+_SPREAD, _DOUBT = tl.constexpr(SPREAD), tl.constexpr(DOUBT * torch.finfo(torch.float32).eps)
+_KAPPA, _PACE, _PACING = tl.constexpr(KAPPA), tl.constexpr(PACE), tl.constexpr(PACING)
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -51,35 +64,37 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     x, box, batch, device = request.x, request.box, request.x.shape[0], request.x.device
     table = stencil(request.moves, x)
-    z, q_out, keep, give = torch.empty((4, *x.shape), dtype=torch.float32, device=device).unbind()
-    cost, net_cost = torch.empty((2, batch), dtype=torch.float64, device=device).unbind()
-    psi_out = torch.empty(batch, dtype=torch.float32, device=device)
-    out = (z, q_out, keep, give, psi_out, cost, net_cost)
+    images = torch.empty((5, *x.shape), dtype=torch.float32, device=device)
+    numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
+    price = torch.empty(batch, dtype=torch.float32, device=device)
     warm = request.psi is not None or request.q is not None
-    psi, q = request.start() if warm else (psi_out, q_out)  # programs that start cold ignore them
+    psi, q = request.start() if warm else (price, images[1])  # programs that start cold ignore them
     lo, hi = box if box is not None else (0.0, float("inf"))
     slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     for exact in (False, True) if batch else ():  # the second solves what the first marks in `wide`
         staged = table.stage(2, batch, device, torch.float64 if exact else torch.float32)
         _plan_kernel[(batch,)](
-            x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous(), *out,
+            x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64),
+            numbers if request.kappa is None else request.kappa, psi, q.contiguous(), images, numbers, price,
             *staged, wide, table.offset, table.exact_fee if exact else table.fee, table.pair_offset, table.pair_fee,
-            1, int(warm), lo, hi, slack, request.sweeps if box is not None else 0, request.newton, float(request.momentum),
+            1, batch, int(warm), int(request.kappa is not None), lo, hi, slack, request.moves.dearest,
+            request.sweeps if box is not None else 0, request.newton, float(request.momentum),
             **table.constants(), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
             MOMENTUM=request.momentum > 0, EXACT=exact, BLOCK=table.block,
             num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
-    return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
+    z, *described = images.unbind()
+    return EntropicPlan(z, *numbers.unbind(), price, *described)
 
 
-@kernel("one", "warm", "sweeps", "newton", "momentum")
+@kernel("one", "batch", "warm", "paced", "dearest", "sweeps", "newton", "momentum")
 def _plan_kernel(
-    x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
-    z_out, q_out, keep_out, give_out, psi_out, cost_out, net_out,
+    x_ptr, b_ptr, budget_ptr, kappa_ptr, psi_ptr, q_ptr,
+    images_out, numbers_out, psi_out,
     s_ptr, t_ptr, wide_ptr,
     offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
-    one, warm, lo, hi, slack, sweeps, newton, momentum,
+    one, batch, warm, paced, lo, hi, slack, dearest, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, GIVES: tl.constexpr, MOMENTUM: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -93,7 +108,9 @@ def _plan_kernel(
             return
     index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
     here = image * N + index
-    b = tl.load(b_ptr + here, mask=real, other=0.0).to(REAL)
+    b = tl.load(b_ptr + here, mask=real, other=0.0)
+    highest = tl.max(tl.where(real, b, float("-inf")), 0)
+    b = tl.maximum(b, highest - _SPREAD).to(REAL)
     q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(REAL), 0.0)
     if not EXACT:
         top, bottom = extent(b + q, real)
@@ -105,7 +122,9 @@ def _plan_kernel(
     stage_halos(s_ptr, one, C, H, W, RR, RC, BLOCK)
     stage_halos(t_ptr, one, C, H, W, RR, RC, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
-    budget = tl.load(budget_ptr + image).to(REAL)
+    budget = tl.load(budget_ptr + image)
+    kappa = tl.where(paced > 0, tl.load(kappa_ptr + image), 1.0)
+    spend = (budget * kappa).to(REAL)
     before = q
     psi = tl.where(warm > 0, tl.load(psi_ptr + image).to(REAL), _COLD_PRICE)
     fees = ring_fees(fee_ptr, ENDS)
@@ -124,7 +143,7 @@ def _plan_kernel(
         s = tl.where(real, tl.exp(b + q - top), 1.0)
         stage(s_ptr, place, s, real)
         psi, _, norm, moved = solve_price(
-            x, s, psi, budget, _COST_TOL, newton, wide,
+            x, s, psi, spend, _COST_TOL, newton, wide,
             s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS,
         )  # fmt: skip
         t = x / norm
@@ -157,13 +176,46 @@ def _plan_kernel(
     cost, net = pair_costs(
         s_ptr, t_ptr, place, s * keep, t * give, psi, pair_offset_ptr, pair_fee_ptr, PAIRS
     )
-    tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
-    tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))
+    cost = tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0)
+    net = tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0)
+
+    chosen = b + q
+    size = tl.max(tl.where(real, tl.abs(chosen), 0.0), 0) + psi * dearest
+    room = tl.maximum(budget, 0.0) * (1.0 - tl.minimum(size.to(tl.float64) * _DOUBT, 0.5))
+    change = tl.where(real, tl.minimum(tl.maximum(x + (arrived - sent), lo), hi) - x, 0.0)
+    finite = (net < float("inf")) & (tl.sum(change, 0) == tl.sum(change, 0))
+    affords = tl.where(finite, room / tl.maximum(net, 1e-300), 0.0)
+    pace = tl.minimum(tl.maximum(affords, _PACE[0]), _PACE[1])
+    kappa = kappa * tl.exp(tl.log(pace) * _PACING)
+    scale = tl.minimum(affords, 1.0)
+    change *= _balance(change, index // (H * W), C)
+    change = tl.where(finite, scale.to(REAL) * change, 0.0)
+    plane = batch.to(tl.int64) * N
+    tl.store(images_out + here, tl.minimum(tl.maximum(x + change, lo), hi), mask=real)
+    tl.store(images_out + plane + here, q, mask=real)
+    tl.store(images_out + 2 * plane + here, keep, mask=real)
+    tl.store(images_out + 3 * plane + here, give, mask=real)
+    tl.store(images_out + 4 * plane + here, chosen, mask=real)
     tl.store(psi_out + image, psi)
-    tl.store(z_out + here, tl.minimum(tl.maximum(x + (arrived - sent), lo), hi), mask=real)
-    tl.store(q_out + here, q, mask=real)
-    tl.store(keep_out + here, keep, mask=real)
-    tl.store(give_out + here, give, mask=real)
+    tl.store(numbers_out + image, cost)
+    tl.store(numbers_out + batch + image, tl.where(finite, net, 0.0))
+    tl.store(numbers_out + 2 * batch + image, scale)
+    tl.store(numbers_out + 3 * batch + image, tl.minimum(tl.maximum(kappa, _KAPPA[0]), _KAPPA[1]))
+
+
+@triton.jit
+def _balance(change, channel, C: tl.constexpr):
+    """Factors per pixel that make the gain and the loss of each channel equal: the larger one is
+    scaled down to the other."""
+    factor = tl.zeros_like(change)
+    for c in tl.range(0, C):
+        inside = tl.where(channel == c, change, 0.0).to(tl.float64)
+        gained, lost = sum_two(tl.maximum(inside, 0.0), tl.maximum(-inside, 0.0))
+        least = tl.minimum(gained, lost)
+        up = (least / tl.maximum(gained, 1e-300)).to(change.dtype)
+        down = (least / tl.maximum(lost, 1e-300)).to(change.dtype)
+        factor = tl.where(channel == c, tl.where(change > 0.0, up, down), factor)
+    return factor
 
 
 @triton.jit
