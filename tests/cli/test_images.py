@@ -49,15 +49,17 @@ def test_folders_are_resized_cropped_and_streamed(
     monkeypatch.setattr("wball.cli.choices.IN_MEMORY", 0)
     assert evaluate(photos, "stream", *cut) in (0, 6)
     memory, stream = (load_evaluation(photos.parent / name) for name in ("memory", "stream"))
-    assert {**memory.to_dict(), "provenance": None} == {
-        **stream.to_dict(),
-        "provenance": None,
-    }  # but for the command
+    one, other = (e.to_dict() | {"provenance": None} for e in (memory, stream))
+    assert one == other  # but for the command
     assert torch.equal(memory.examples["adversarial"], stream.examples["adversarial"])
     assert memory.settings["data"]["classes"] == ["n01", "n02"] and memory.settings["data"][
         "shape"
     ] == [3, 8, 8]
     assert evaluate(photos, "some", *cut, "--limit", "4") in (0, 6)
+    some = load_evaluation(photos.parent / "some")
+    assert len(some.names) == 4 and all(Path(name).is_file() for name in some.names)
+    for file in ("images.csv", "report.html"):
+        assert some.names[0] in (photos.parent / "some" / file).read_text()
 
 
 def test_bad_files_end_the_command(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

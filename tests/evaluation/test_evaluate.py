@@ -314,6 +314,7 @@ def test_any_function_is_an_attack_that_need_not_be_trusted() -> None:
     assert wball.audit(BALL, result.examples["original"], result.examples["adversarial"]).all_valid
     assert bool((result.images["distance"][found] <= result.images["radius"][found] * 1.0001).all())
     assert result.rejected and {int(y[r["index"]]) for r in result.rejected} == {0}
+    assert not measure(model, x, y, attack=lambda model, x, y: x).rejected
     with pytest.raises(ValueError, match=r"attack must return images of shape \(11, 1, 6, 6\)"):
         evaluate(model, x, y, BALL, RADII, lambda model, x, y: x[:2])
 

@@ -91,7 +91,9 @@ def test_exhibit_shows_every_radius() -> None:
     assert shown["explorer_radii"].tolist() == RADII
     assert torch.equal(shown["original"], x[shown["index"]])
     assert 0 not in shown["explorer_index"].tolist()  # wrong as it is: nothing to explore
+    assert result.baseline is not None  # random points are no stronger than an exact attack
     for k, eps in enumerate(RADII):
+        assert result.baseline["random"][k] >= result.accuracy_at(eps)
         report = wball.audit(BALL.at(eps), x[shown["explorer_index"]], shown["explorer"][:, k])
         assert report.all_valid
 

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ IN_MEMORY = 10**9
 SEARCHED = 12
 """Images per model that the search for radii attacks."""
 
+LARGEST, SMALL = 8.0, 784
+"""The search starts at this radius for images of up to this many values, and at less for larger
+ones: the larger an image, the smaller the radius that breaks a network."""
+
 
 def device(name: str) -> torch.device:
     """``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets its own GPU."""
@@ -63,7 +67,7 @@ def device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Images:
-    """Images with labels, their name, and the names of the classes if known.
+    """Images with labels, their name, the names of the classes if known, and their sources.
 
     A large data set is a view of a stream, which reads images on demand; all labels are read.
     """
@@ -72,6 +76,7 @@ class Images:
     y: Tensor
     name: str
     classes: Sequence[str] | None
+    sources: Sequence[str]
 
     def take(self, index: Sequence[int], name: str) -> Images:
         """A subset of the images."""
@@ -79,7 +84,8 @@ class Images:
 
         chosen = list(index)
         x = self.x[chosen] if isinstance(self.x, torch.Tensor) else self.x.only(chosen)
-        return Images(x, self.y[chosen], name, self.classes)
+        sources = [self.sources[k] for k in chosen]
+        return Images(x, self.y[chosen], name, self.classes, sources)
 
 
 def load_images(
@@ -95,7 +101,7 @@ def load_images(
 
     With ``streamed``, a data set that is too large for memory is read on demand.
     """
-    from wball.data import read_items, to_tensors
+    from wball.data import read_items, source_name, to_tensors
 
     limit = default_limit if request.limit is None else request.limit
     if limit is not None and limit < 1:
@@ -111,11 +117,12 @@ def load_images(
         spec = request.data
         raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
     names = None if classes is None else [printable(c) for c in classes]
-    images = Images(x, y, printable(name), names)
+    sources = [printable(source_name(data, k)) for k in range(len(y))]
+    images = Images(x, y, printable(name), names, sources)
     if limit is not None and limit < len(y):
         name = f"{images.name}, a stratified sample of {limit} of {len(y)} (seed {seed})"
         images = images.take(stratified_sample(y, limit, seed).tolist(), name)
-    return Images(images.x.to(where), images.y.to(where), images.name, names)
+    return replace(images, x=images.x.to(where), y=images.y.to(where))
 
 
 def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str] | None]:
@@ -223,6 +230,7 @@ def sensible_radii(
     from wball.model import as_found, ask, top_class
 
     found = []
+    top = LARGEST * min(1.0, SMALL / images.x[:1].numel())
     several = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(
         images.y.device
     )
@@ -230,13 +238,13 @@ def sensible_radii(
         with torch.no_grad(), as_found(model, images.x.device):
             right = top_class(ask(model, images.x[several])) == images.y[several]
         if len(some := several[right][:SEARCHED]):
-            attack = DualAveraging(ball.at(8.0), objective="margin", steps=10, progress=False)
             x, y = images.x[some], images.y[some]
-            radius = minimal_radius(model, x, y, attack, hi=8.0, rounds=3).radius
+            attack = DualAveraging(ball, objective="margin", steps=10, progress=False)
+            radius = minimal_radius(model, x, y, attack, hi=top).radius
             found.append(radius[radius.isfinite() & (radius > 0)].cpu())
     known = torch.cat(found) if found else torch.zeros(0)
     if len(known) == 0:
-        return [0.05, 0.1, 0.2, 0.3, 0.5]
+        return round_numbers(0.005 * top, 0.05 * top)
     low, high = (float(known.quantile(q)) for q in (0.1, 0.9))
     return round_numbers(0.5 * low, 1.2 * high)
 

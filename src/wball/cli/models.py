@@ -132,12 +132,13 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
         raise
     except Exception as error:  # parsers of three formats, each with exceptions of its own
         raise typer.BadParameter(f"{path} cannot be read as a model: {said(error)}") from error
+    from wball.storage.weights import load_weights, read_weights
+
     if architecture is None:
+        read_weights(path)  # raises if the file has something else
         raise typer.BadParameter(
             f"{path} holds weights without a network: add --architecture NAME or mine.py:function"
         )
-    from wball.storage.weights import load_weights
-
     return load_weights(_built(architecture), path)
 
 

@@ -6,7 +6,7 @@ Folders are data sets that are read item by item (:class:`ImageFolder`).
 """
 
 from wball.data.augment import RandomAffine, RandomCropFlip, RandomCutout
-from wball.data.folder import ImageFolder, labels_of, load_folder, read_items
+from wball.data.folder import ImageFolder, labels_of, load_folder, read_items, source_name
 from wball.data.named import (
     CIFAR10_RECORDS,
     DatasetInfo,
@@ -42,5 +42,6 @@ __all__ = [
     "read_cifar10",
     "read_idx",
     "read_items",
+    "source_name",
     "to_tensors",
 ]

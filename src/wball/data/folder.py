@@ -109,10 +109,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             image = _cropped(path, image, self._crop)
         return from_array(np.asarray(image)), self.labels[k]
 
-    def describe(self, k: int) -> str:
-        """The name of an item for messages."""
-        return os.fspath(self.paths[k])
-
 
 def _sides(name: str, value: int | tuple[int, int] | None) -> tuple[int, int] | None:
     """Height and width."""
@@ -204,10 +200,16 @@ def _other_shape(here: tuple[int, ...], there: tuple[int, ...], first: str) -> s
     return f"is {size}, but {first} is {other}; {remedy}"
 
 
-def item_name(data: Any, k: int) -> str:
-    """The name of item ``k`` of a data set for messages: its file, or its number."""
+def source_name(data: Any, k: int) -> str:
+    """The file of item ``k`` of a data set, or its number in the whole set."""
     data, k = _behind(data, k)
-    return data.describe(k) if isinstance(data, ImageFolder) else f"item {k}"
+    return os.fspath(data.paths[k]) if isinstance(data, ImageFolder) else str(k)
+
+
+def item_name(data: Any, k: int) -> str:
+    """The name of item ``k`` of a data set in messages."""
+    name = source_name(data, k)
+    return f"item {name}" if name.isdigit() else name
 
 
 def _behind(data: Any, k: int) -> tuple[Any, int]:

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.doubts import as_warnings, misclassified, model_signs
 from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
-from wball.model import Model, as_found, ask, full_precision, top_class
+from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
 from wball.storage.files import Log, json_checksum, read_tensors, write_tensors
@@ -332,7 +332,7 @@ class Batches:
             radius = torch.full((len(index),), eps, dtype=torch.float64)
             self._accept(batch, _Claims(index, images, radius, torch.full_like(index, -1)))
 
-    def joined(self, origin: dict[str, Any]) -> Evaluation:
+    def joined(self, begun: Mapping[str, Any]) -> Evaluation:
         """The whole evaluation, after every batch is done."""
         columns: list[dict[str, Tensor]] = []
         rejected: list[dict[str, Any]] = []
@@ -355,13 +355,14 @@ class Batches:
         original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         return Evaluation(
             self.settings,
-            origin,
+            begun["provenance"],
             {name: whole[name] for name in COLUMNS},
             tuple(rejected),
             doubts,
             {"index": index, "original": original, "adversarial": adversarial},
             disagreements=tuple(sorted(set(disagreements))),
             notes=remarks,
+            names=tuple(begun["names"]),
         )
 
     def ask_again(self) -> tuple[EvaluationWarning, ...]:
@@ -421,10 +422,11 @@ class Batches:
 
 @dataclass(frozen=True)
 class FunctionAttack(Attack):
-    """An attack by a function ``function(model, x, y) -> images``. Every image is a claim.
+    """An attack by a function ``function(model, x, y) -> images``.
 
-    The function does not know the radius. It is called once, and its examples count at all radii
-    above their distances. A search for the smallest radius is such a function.
+    Every image that the model misclassifies is a claim, which the audit checks. The function does
+    not know the radius: it is called once, and its examples count at all radii above their
+    distances. A search for the smallest radius is such a function.
     """
 
     function: Callable[[Model, Tensor, Tensor], Tensor]
@@ -444,8 +446,11 @@ class FunctionAttack(Attack):
             seen = getattr(images, "shape", type(images).__name__)
             raise ValueError(f"attack must return images of shape {tuple(x.shape)}, got {seen}")
         zero = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        status = (AttackStatus.FOUND,) * len(x)
-        return AttackResult(images.detach().to(x), zero == 0, zero, zero, zero.long(), status, zero)
+        images = images.detach().to(x)
+        success = judge(task.model, images, task.y)
+        kinds = (AttackStatus.SURVIVED, AttackStatus.FOUND)
+        status = tuple(kinds[found] for found in success.tolist())
+        return AttackResult(images, success, zero, zero, zero.long(), status, zero)
 
 
 @torch.no_grad()

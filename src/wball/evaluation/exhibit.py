@@ -3,6 +3,9 @@
 An evaluation stops at an image's first example. To show how mass moves as the radius grows, the
 images of the explorer are attacked once more at each radius, without stopping at the first success.
 If that fails where the evaluation succeeded, its example is shown. No number depends on them.
+
+The baseline sets the worst case beside changes that nobody searched for: a shift by one pixel, and
+random points of the ball.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from wball.attacks import PGD, DualAveraging
 from wball.attacks.base import GradientAttack
 from wball.ball import Ball
 from wball.evaluation.batches import answers
+from wball.evaluation.doubts import misclassified
 from wball.evaluation.result import Evaluation
 from wball.evaluation.stream import Stream
 from wball.model import Model, top_class
@@ -22,6 +26,8 @@ GALLERY = 200
 EXPLORER = 16
 RADII = 8
 STEPS = 20
+BASELINE, BASELINE_PIXELS = 100, 2_000_000
+"""Largest number of images of the baseline, and of their pixels."""
 
 
 def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> dict[str, Tensor]:
@@ -30,7 +36,8 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
     - ``index``, ``original``: up to 200 images, spread evenly over their radii;
     - ``explorer_index``: up to 16 of those that are classified correctly; ``explorer_radii``: up to
       8 radii; ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss;
-      ``explorer_read_as``: their classes.
+      ``explorer_read_as``: their classes;
+    - ``baseline``: accuracy on images shifted by one pixel, then at random points of each ball.
     """
     order = torch.sort(result.images["radius"], stable=True).indices
     index = spread(order, GALLERY).sort().values
@@ -42,6 +49,7 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
         "original": data[index].cpu(),
         "explorer_index": shown,
         "explorer_radii": radii,
+        "baseline": _baseline(result, model, data, ball),
     }
     if len(shown) == 0:
         return exhibit
@@ -60,6 +68,15 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
         classes.append(read_as)
     explored = {"explorer": torch.stack(images, 1), "explorer_read_as": torch.stack(classes, 1)}
     return {**exhibit, **explored}
+
+
+def _baseline(result: Evaluation, model: Model, data: Stream, ball: Ball) -> Tensor:
+    most = max(1, min(BASELINE, BASELINE_PIXELS // data.first[0].numel()))
+    x, y = data.take(spread(torch.arange(len(data)), most))
+    generator = torch.Generator(data.device).manual_seed(int(result.settings["seed"]))
+    points = [x.roll(1, -1), *(ball.at(eps).sample(x, generator) for eps in result.radii)]
+    size = int(result.settings["batch_size"])
+    return torch.stack([~misclassified(model, z, y, size) for z in points]).double().mean(1).cpu()
 
 
 def _attack(ball: Ball) -> GradientAttack:

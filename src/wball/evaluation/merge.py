@@ -57,6 +57,7 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
         "parts": list(seen),
     }
     moved = list(zip(found, starts, strict=False))
+    sources = tuple(part.source(k) for part in found for k in range(len(part)))
     return Evaluation(
         {**first.settings, "data": data},
         {**first.provenance, "command": "; ".join(commands)},
@@ -67,6 +68,7 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
         _joined_exhibit(found, starts),
         tuple(k + start for part, start in moved for k in part.disagreements),
         tuple(dict.fromkeys(note for part in found for note in part.notes)),
+        names=sources if len(set(sources)) == len(sources) else (),
     )
 
 

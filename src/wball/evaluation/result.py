@@ -131,6 +131,7 @@ class Evaluation(Summarised):
             They mean an error in the library; all examples were then solved exactly.
         verification: result of the independent checker on a sample of certificates: numbers
             ``checked`` and ``confirmed``, ``unconfirmed`` images, number ``unfollowed`` and why.
+        names: the source of each image, a file or its number in the data (empty: positions).
     """
 
     settings: Mapping[str, Any]
@@ -143,6 +144,7 @@ class Evaluation(Summarised):
     disagreements: tuple[int, ...] = ()
     notes: tuple[EvaluationWarning, ...] = ()
     verification: Mapping[str, Any] | None = None
+    names: tuple[str, ...] = ()
 
     def headline(self) -> dict[str, str]:
         middle = self.radii[len(self.radii) // 2]
@@ -195,6 +197,10 @@ class Evaluation(Summarised):
         if number < 0:
             return "no class"
         return str(classes[number]) if number < len(classes) else str(number)
+
+    def source(self, k: int) -> str:
+        """Where image ``k`` comes from: its file, or its number in the data."""
+        return self.names[k] if self.names else str(k)
 
     @property
     def doubts(self) -> tuple[EvaluationWarning, ...]:
@@ -301,6 +307,15 @@ class Evaluation(Summarised):
         )
 
     @property
+    def baseline(self) -> dict[str, Any] | None:
+        """Accuracy without a search, on up to 100 images: ``shifted`` by one pixel, and at
+        ``random`` points of the ball of each radius. ``None`` if it was not stored."""
+        if "baseline" not in self.exhibit:
+            return None
+        shifted, *random = self.exhibit["baseline"].tolist()
+        return {"shifted": shifted, "random": random}
+
+    @property
     def contradictions(self) -> list[int]:
         """Images with a valid example inside their certified radius: an error in the library."""
         images = self.images
@@ -345,6 +360,7 @@ class Evaluation(Summarised):
             "quick_look": self.quick_look,
             "unit": self.unit,
             "curve": json.loads(json.dumps(curve)),
+            "baseline": self.baseline,
             "audit": self.audit_summary(),
         }
 
@@ -361,8 +377,19 @@ class Evaluation(Summarised):
             "rejected": [dict(r) for r in self.rejected],
             "disagreements": list(self.disagreements),
             "verification": None if self.verification is None else dict(self.verification),
-            "images": {name: self._stored(name) for name in COLUMNS},
+            "images": self.columns(),
         }
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The table of images as written in files: ``name``, and the columns of ``images``."""
+        stored = {column: self._stored(column) for column in COLUMNS}
+        return {"name": [self.source(k) for k in range(len(self))], **stored}
+
+    def to_pandas(self) -> Any:
+        """The table of images as a ``pandas.DataFrame``, one row per image."""
+        from pandas import DataFrame
+
+        return DataFrame(self.columns())
 
     def _stored(self, name: str) -> list[Any]:
         """A column as written in files."""
@@ -487,6 +514,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         tuple(content["disagreements"]),
         tuple(EvaluationWarning(**stored) for stored in content["notes"]),
         content["verification"],
+        tuple(columns.get("name", ())),
     )
 
 

@@ -46,6 +46,7 @@ class Options:
         name: name of the model (default: that of its class).
         data: name of the data.
         classes: names of the classes (default: those of the data set, or their numbers).
+        names: the source of each image (default: the files of a folder, or numbers in the data).
         command: command line to record (default: that of this process).
         layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
         batch_size: images per batch (default: chosen for the device).
@@ -58,6 +59,7 @@ class Options:
     name: str | None = None
     data: str = "data"
     classes: Sequence[str] | None = None
+    names: Sequence[str] | None = None
     command: str | None = None
     layout: Layout = "NCHW"
     batch_size: int | None = None
@@ -153,6 +155,9 @@ def evaluate(
     names: Sequence[Any] = chosen.classes or class_names(x) or ()
     if chosen.classes is None and len(names) != logits.shape[1]:
         names = range(logits.shape[1])
+    sources = list(chosen.names or map(data.name, range(len(data))))
+    if len(sources) != len(data):
+        raise ValueError(f"names has {len(sources)} entries for {len(data)} images")
     title, command = (None if v is None else str(v) for v in (chosen.name, chosen.command))
     run = {
         "settings": {
@@ -175,6 +180,7 @@ def evaluate(
             "seed": seed,
         },
         "provenance": provenance.collect(ball, data.first, command),
+        "names": sources,
     }
     with result_folder(out) as folder, team() as (rank, world, meet), locked(folder, rank):
         if rank == 0:
@@ -191,7 +197,7 @@ def evaluate(
             batches.run(rank, world, chosen.progress)
             meet()
             if rank == 0:
-                _finish(batches, begun["provenance"]).save(folder)
+                _finish(batches, begun).save(folder)
                 log("finish")
         if rank == 0:
             clear(folder, results=False)
@@ -200,10 +206,10 @@ def evaluate(
             return load_evaluation(folder)
 
 
-def _finish(batches: Batches, origin: dict[str, Any]) -> Evaluation:
+def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
     """The joined batches, with images for the report and all warnings."""
     model, data, ball = batches.model, batches.data, batches.ball
-    result = batches.joined(origin)
+    result = batches.joined(begun)
     result = replace(result, exhibit=make_exhibit(result, model, data, ball))
     result = replace(result, verification=check_certificates(result, model, data, ball))
     doubts = look_for_missed(result, model, data, ball) + batches.ask_again() + at_chance(result)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from wball import inputs
 from wball.attacks.base import check_labels
-from wball.data import NpzFile, channels_last, read_items, to_tensors
+from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
 
 Layout = Literal["NCHW", "NHWC"]
 Box = tuple[float, float] | None
@@ -42,6 +42,7 @@ class Stream:
         read: returns images and labels at a list of positions.
         box: the ball's box; images outside of it raise.
         device: device of the returned tensors.
+        name: returns the source of an item: its file, or its number in the data.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Stream:
         read: Callable[[list[int]], tuple[Tensor, Tensor]],
         box: Box,
         device: torch.device,
+        name: Callable[[int], str] = str,
     ) -> None:
         self._count, self._read, self.box, self.device = count, read, box, device
+        self.name = name
 
     def __len__(self) -> int:
         return self._count
@@ -75,13 +78,15 @@ class Stream:
 
     def to(self, device: torch.device) -> Stream:
         """The same items on another device."""
-        return Stream(self._count, self._read, self.box, device)
+        return Stream(self._count, self._read, self.box, device, self.name)
 
     def only(self, index: Sequence[int]) -> Stream:
         """Some of the items."""
-        return Stream(
-            len(index), lambda part: self._read([index[k] for k in part]), self.box, self.device
-        )
+
+        def read(part: list[int]) -> tuple[Tensor, Tensor]:
+            return self._read([index[k] for k in part])
+
+        return Stream(len(index), read, self.box, self.device, lambda k: self.name(index[k]))
 
     def survey(self) -> tuple[str, Tensor]:
         """Fingerprint of all items (that of the same data in tensors), and all labels."""
@@ -147,7 +152,7 @@ def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
         shape[:] = [tuple(x.shape[1:])]  # the first items are read first
         return x, y
 
-    return Stream(len(data), read, box, device)
+    return Stream(len(data), read, box, device, partial(source_name, data))
 
 
 def _of_arrays(x: Any, y: Any, box: Box, device: torch.device, layout: Layout) -> Stream:
@@ -193,5 +198,9 @@ def _of_loader(loader: DataLoader[Any], box: Box, device: torch.device) -> Strea
     if collate is default_collate:
         return dataset_stream(data, box, device)
     return Stream(
-        len(data), lambda index: to_tensors([collate([data[i] for i in index])]), box, device
+        len(data),
+        lambda index: to_tensors([collate([data[i] for i in index])]),
+        box,
+        device,
+        partial(source_name, data),
     )

@@ -66,12 +66,16 @@ def write_report(
 
 
 def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -> Path:
-    """Write accuracies as a table for spreadsheets, one line per model and radius, and return its path."""
-    from wball.report.ranking import ranking_csv
+    """Write accuracies for spreadsheets, one line per model and radius, and return the path.
+
+    ``images.csv`` beside it has one line per model and image, with the image's source.
+    """
+    from wball.report.ranking import images_csv, ranking_csv
     from wball.storage.atomic import write_whole
 
     path = Path(path)
-    write_whole(path, ranking_csv(evaluations).encode("utf-8", "surrogateescape"))
+    for file, text in ((path, ranking_csv), (path.with_name("images.csv"), images_csv)):
+        write_whole(file, text(evaluations).encode("utf-8", "surrogateescape"))
     return path
 
 

@@ -187,11 +187,11 @@
       const items = run.explorer.items;
       slider.max = run.explorer.radii.length;
       slider.value = Math.min(slider.max, Math.max(1, Number(slider.value) || Math.ceil(slider.max / 2)));
-      picker.replaceChildren(...items.map((it, k) => option(k, `${it.index}: ${it.label}`)));
+      picker.replaceChildren(...items.map((it, k) => option(k, `${it.source}: ${it.label}`)));
       $("ex-thumbs").replaceChildren(...items.map((it, k) => {
         const button = document.createElement("button"), img = document.createElement("img");
         button.type = "button";
-        button.setAttribute("aria-label", `image ${it.index}, ${it.label}`);
+        button.setAttribute("aria-label", `image ${it.source}, ${it.label}`);
         img.src = it.x; img.alt = "";
         button.append(img);
         button.addEventListener("click", () => pick(k));
@@ -218,7 +218,7 @@
       const wrong = Boolean(state && state.wrong);
       $("ex-caption").textContent = state ? `predicted as ${state.read_as}` : "unchanged";
       $("ex-caption").className = wrong ? "wrong" : "";
-      $("ex-said").textContent = !state ? `Image ${it.index}, class ${it.label}, without perturbation.`
+      $("ex-said").textContent = !state ? `Image ${it.source}, class ${it.label}, without perturbation.`
         : `At radius ${said} the strongest image found is predicted as ${state.read_as} (${wrong ? "wrong" : "correct"}). `
         + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, by at most ${state.farthest.toFixed(1)} px. `)
         + `The largest pixel change is ${state.largest.toFixed(2)}.`

@@ -135,8 +135,10 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
         "bounds": bounded,
         "reliability": e.reliability,
         "by_class": by_class(e, at),
+        "baseline": e.baseline,
+        "top": e.radii[-1],
         "audit": e.audit_summary(),
-        "rejected": list(e.rejected[:20]),
+        "rejected": [{**claim, "source": e.source(claim["index"])} for claim in e.rejected[:20]],
         "warnings": list(e.doubts),
         "attack": _attack(settings["attack"]),
         "minimal": settings["mode"] == "minimal",
@@ -265,6 +267,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
             "run": run,
             "name": name,
             "index": i,
+            "source": e.source(i),
             "label": e.class_name(label),
             "predicted": e.class_name(predicted),
             "outcome": outcome,
@@ -325,7 +328,7 @@ def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
         radius = float(e.images["radius"][i])
         items.append(
             {
-                "index": i,
+                "source": e.source(i),
                 "label": e.class_name(label),
                 "x": image_uri(x),
                 "radius": radius if math.isfinite(radius) else None,

@@ -105,6 +105,17 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
     return stream.getvalue()
 
 
+def images_csv(evaluations: Sequence[Evaluation]) -> str:
+    """One line per model and image, for spreadsheets: its source, classes, radius and distance."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["model", *evaluations[0].columns()])
+    for e in evaluations:
+        for name, *values in zip(*e.columns().values(), strict=True):
+            writer.writerow([_cell(e.name), _cell(name), *values])
+    return stream.getvalue()
+
+
 def median_distance(e: Evaluation) -> tuple[float | None, bool]:
     """Median distance of the adversarial examples, and whether some of the distances are upper bounds."""
     found = e.images["read_as"] >= 0

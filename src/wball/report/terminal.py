@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wball.display import percent
 from wball.evaluation.result import Evaluation
 from wball.storage.names import printable
 
@@ -49,6 +50,12 @@ def verdict(evaluation: Evaluation) -> str:
             said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
     if audit["valid"] and "cost" in evaluation.settings["ball"]:
         said += f"\ndistances {_proved_how(evaluation)}"
+    if base := evaluation.baseline:
+        said += (
+            f"\nwithout a search: {percent(base['shifted'])} on images shifted by one pixel, "
+            f"{percent(base['random'][-1])} at random points of the ball of radius "
+            f"{evaluation.radii[-1]:g}"
+        )
     if evaluation.doubts:
         codes = ", ".join(sorted({doubt.code for doubt in evaluation.doubts}))
         said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"

@@ -50,7 +50,7 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
     """
     path = Path(path)
     wanted = _tensors_of(model)
-    candidates = list(_state_dicts(_read(path)))
+    candidates = list(_state_dicts(read_weights(path)))
     if not candidates:
         raise ValueError(
             f"{path} has no state dict: expected tensors by name, or a dict with one under "
@@ -108,7 +108,8 @@ def _safetensors(path: Path) -> Any:
         ) from error
 
 
-def _read(path: Path) -> Any:
+def read_weights(path: Path) -> Any:
+    """The content of a weights file: tensors, in dictionaries and lists."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights file at {path}")
     if path.suffix.lower() == ".safetensors":
@@ -130,9 +131,9 @@ def _read(path: Path) -> Any:
             refused := re.search(r"GLOBAL ([\w.]+)", str(error))
         ):
             raise ValueError(
-                f"{path} contains more than tensors ({refused[1]}) and was not loaded, because such "
-                "files can execute code; if you trust it, save its state dict alone with "
-                "torch.save(model.state_dict(), ...)"
+                f"{path} contains pickled Python objects ({refused[1]}), as torch.save(model) writes "
+                "them, and was not loaded, because they can execute code; if you trust it, save "
+                "model.state_dict() instead, or export the model as TorchScript or ONNX"
             ) from error
         raise ValueError(
             f"{path} is not a complete weights file: truncated or not that format"
