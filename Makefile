@@ -42,7 +42,7 @@ test-all: $(STAMP) ## style, types, and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
 
 kernels: $(STAMP) ## compile the CPU kernels once for all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m wball.info --compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m wball info --compile
 
 lint: $(STAMP) ## style, types, layers and size
 	$(BIN)/ruff check .

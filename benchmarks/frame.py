@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 import wball
+from reproduction.workshop import commit
 from wball import provenance
-from wball.storage.atomic import write_whole
+from wball.storage.files import write_whole
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -86,7 +87,7 @@ def environment(given: argparse.Namespace) -> Row:
     for word in sys.argv[1:]:
         if Path(word).is_absolute():
             about["command"] = about["command"].replace(word, Path(word).name)
-    return about | {"commit": provenance.commit(), "seed": given.seed}
+    return about | {"commit": commit(), "seed": given.seed}
 
 
 def attempts(

@@ -24,8 +24,7 @@ from wball.ball import WassersteinBall
 from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
-from wball.storage.atomic import locked
-from wball.storage.files import read_json, write_json
+from wball.storage.files import locked, read_json, write_json
 from wball.zoo import model_card
 from wball.zoo.public import PublicModel
 

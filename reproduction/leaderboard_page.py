@@ -12,8 +12,7 @@ from reproduction.page import template
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data
 from wball.data import dataset_info
-from wball.storage.atomic import write_whole
-from wball.storage.files import read_json
+from wball.storage.files import read_json, write_whole
 
 PAGE = Path("docs/leaderboard.md")
 

@@ -25,8 +25,7 @@ from reproduction.workshop import Clock, Settings, Workshop
 from wball import provenance
 from wball.ball import WassersteinBall
 from wball.report.figures import save_figure, style
-from wball.storage.atomic import FolderInUse, locked, write_whole
-from wball.storage.files import read_json, write_json
+from wball.storage.files import FolderInUse, locked, read_json, write_json, write_whole
 
 FORMAT = "wball-reproduction/1"
 

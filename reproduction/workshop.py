@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +26,7 @@ from reproduction.presets import preset, presets
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.inputs import check_count, check_seed, find_device
-from wball.storage.atomic import locked
-from wball.storage.files import read_json, read_tensors, write_json, write_tensors
+from wball.storage.files import locked, read_json, read_tensors, write_json, write_tensors
 from wball.storage.weights import load_weights
 from wball.training.loop import train
 from wball.zoo import list_models, load_model, model_card, public_models
@@ -281,7 +282,23 @@ class Workshop:
 
     @cached_property
     def commit(self) -> str:
-        return provenance.commit()
+        return commit()
+
+
+def commit() -> str:
+    """The commit of this repository, or ``WBALL_COMMIT`` without one."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parents[1]
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changes = " with local changes" if git("status", "--porcelain", "src/wball") else ""
+        return git("rev-parse", "HEAD") + changes
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("WBALL_COMMIT", "unknown")
 
 
 def _load(name: str, weights: Path) -> tuple[nn.Module, str]:

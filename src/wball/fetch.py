@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wball.data import CIFAR10_RECORDS, dataset_info
-from wball.storage.atomic import locked
+from wball.storage.files import locked
 
 Progress = Callable[[str, int, int | None], None]
 """Called as ``progress(file name, bytes so far, bytes in all if known)``."""

@@ -1,16 +1,10 @@
-"""The installation: versions, devices, kernels, and why a kernel is not available.
-
-``python -m wball.info`` prints it, ``--json`` as JSON; ``--compile`` compiles the CPU kernels first.
-"""
+"""The installation (``wball info``): versions, devices, kernels, and why one is not available."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import platform
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -94,27 +88,8 @@ def compile_kernels() -> None:
     wball.certify(net, x, net(x).argmax(1), ball.at(0.5))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the report; the exit status is 1 if no device has the kernel that ``WBALL_KERNEL`` asks for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m wball.info", description="versions, devices and kernels"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the CPU kernels first, for all later calls"
-    )
-    options = parser.parse_args(arguments)
-    if options.compile:
-        compile_kernels()
-    report = info()
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _print(report)
-    return 0 if report["automatic"] else 1
-
-
-def _print(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
+    """Print the report."""
     print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
     print(", ".join(f"{name} {version}" for name, version in report["packages"].items()))
     print(f"{report['threads']} threads on {report['cpus']} CPUs")
@@ -126,7 +101,3 @@ def _print(report: dict[str, Any]) -> None:
             print(
                 f"  {name:7} on {device:5} {'yes' + chosen if reason is None else 'no: ' + reason}"
             )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

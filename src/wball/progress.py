@@ -61,10 +61,15 @@ def bar(
     total: float | None = None,
     unit: str = "",
     *,
-    show: bool = True,
+    show: bool | None = True,
     parts: bool = False,
 ) -> Iterator[Bar]:
-    """A bar with the remaining time, removed from a terminal at its end. With ``parts``, attacks report to it."""
+    """A bar with the remaining time, removed from a terminal at its end.
+
+    ``show=None`` shows it on a terminal or in a notebook. With ``parts``, attacks report to it.
+    """
+    if show is None:
+        show = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not show:
         yield Bar()
         return

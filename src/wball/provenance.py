@@ -6,10 +6,8 @@ Two runs of one command on one machine have the same provenance: it has no times
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shlex
-import subprocess
 import sys
 from contextlib import suppress
 from importlib import metadata
@@ -43,24 +41,6 @@ def command() -> str:
     if module == "wball" or program.name in ("wball", "wball.exe"):
         return shlex.join(["wball", *sys.argv[1:]])
     return shlex.join(["python", *(["-m", module] if module else [program.name]), *sys.argv[1:]])
-
-
-def commit() -> str:
-    """The commit of the repository that has this code, or ``WBALL_COMMIT`` without a repository."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        if git("ls-files", Path(__file__).name):  # an installed copy may be in another repository
-            changes = " with local changes" if git("status", "--porcelain", ".") else ""
-            return git("rev-parse", "HEAD") + changes
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return os.environ.get("WBALL_COMMIT", "unknown")
 
 
 def device_name(device: torch.device) -> str:

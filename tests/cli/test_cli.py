@@ -21,8 +21,7 @@ import wball
 from wball.cli import choices, main
 from wball.cli.commands import app
 from wball.evaluation import load_evaluation
-from wball.storage.atomic import locked
-from wball.storage.files import read_tensors
+from wball.storage.files import locked, read_tensors
 
 SOURCES = Path(__file__).parents[2] / "src"
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from evaluation.linear import BALL, RADII, attack, measure, problem
 from wball import CertificateResult, DualAveraging, Evaluation, WassersteinBall, audit
 from wball.evaluation import FolderInUse, OtherSettings, evaluate
-from wball.storage.atomic import locked, write_whole
-from wball.storage.files import read_tensors, write_tensors
+from wball.storage.files import locked, read_tensors, write_tensors, write_whole
 
 batches = importlib.import_module("wball.evaluation.batches")
 

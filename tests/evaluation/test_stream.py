@@ -109,7 +109,6 @@ FORMS: dict[str, Any] = {
     ),
     "Hugging Face's style": lambda x, y, _: (Named(x, y),),
     "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
-    "channels last": lambda x, y, _: (x.movedim(1, -1).numpy(), y.numpy()),
     "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
     "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
     "npz": lambda x, y, folder: (_npz(x, y, folder),),
@@ -132,8 +131,7 @@ def test_every_form_of_data_gives_the_same_bytes(
     tmp_path: Path, in_memory: Path, form: str
 ) -> None:
     _, x, y = problem()
-    layout = "NHWC" if form == "channels last" else "NCHW"
-    run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o", layout=layout)
+    run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o")
     assert same(tmp_path / "o", in_memory)
 
 
@@ -198,7 +196,7 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         (({"train": 1, "test": 2},), "'train', 'test'; give one of its entries"),
         ((x.float() / 255, nn.functional.one_hot(y, 4)), r"one-hot rows use argmax\(1\)"),
         ((x.float() / 255, y[:, None]), r"a column of classes flatten\(\)"),
-        ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), "layout='NHWC'"),
+        ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), r"x\.transpose\(0, 3, 1, 2\)"),
         (
             (DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),),
             "SubsetRandomSampler of its own",

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import wball
 from wball.evaluation import evaluate
 from wball.kernels import dispatch
-from wball.storage.atomic import FolderInUse
+from wball.storage.files import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]

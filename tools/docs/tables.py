@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a checkout need not be installe
 
 from reproduction import leaderboard_page  # noqa: E402
 from reproduction.tables import Table, percent  # noqa: E402
-from wball.storage.atomic import write_whole  # noqa: E402
+from wball.storage.files import write_whole  # noqa: E402
 
 Row = dict[str, Any]
 BLOCK = re.compile(r"^(<!-- table: (\S+) -->)\n.*?^(<!-- /table -->)$", re.DOTALL | re.MULTILINE)

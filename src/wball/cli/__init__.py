@@ -133,7 +133,7 @@ def _usage(error: Exception) -> str:
 def _sorted(error: Exception) -> tuple[str, int]:
     """The message and the exit code for what a command raised."""
     from wball.attacks.base import out_of_memory
-    from wball.storage.atomic import FolderInUse
+    from wball.storage.files import FolderInUse
 
     if isinstance(error, MemoryError) or out_of_memory(error):
         return "out of memory; use smaller images, or another device", NO_FILE

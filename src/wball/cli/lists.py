@@ -100,6 +100,10 @@ def info(
     as_json: options.AsJson = False,
 ) -> int:
     """Show versions, devices and kernels on this machine, for bug reports."""
-    from wball.info import main as show
+    from wball import info as installation
 
-    return show([*(["--compile"] if compile_kernels else []), *(["--json"] if as_json else [])])
+    if compile_kernels:
+        installation.compile_kernels()
+    report = installation.info()
+    (print_json if as_json else installation.show)(report)
+    return 0 if report["automatic"] else 1

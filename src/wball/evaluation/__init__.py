@@ -15,8 +15,8 @@ from wball.evaluation.result import (
     exit_code,
     load_evaluation,
 )
-from wball.evaluation.run import Options, evaluate
-from wball.storage.atomic import FolderInUse
+from wball.evaluation.run import evaluate
+from wball.storage.files import FolderInUse
 
 __all__ = [
     "Check",
@@ -25,7 +25,6 @@ __all__ = [
     "Evaluation",
     "EvaluationWarning",
     "FolderInUse",
-    "Options",
     "OtherSettings",
     "Requirement",
     "confidence_interval",

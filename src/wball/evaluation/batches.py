@@ -36,8 +36,7 @@ from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
-from wball.storage.files import Log, json_checksum, read_tensors, write_tensors
-from wball.storage.pixels import as_bytes, as_pixels
+from wball.storage.files import Log, as_bytes, as_pixels, json_checksum, read_tensors, write_tensors
 
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
@@ -111,10 +110,11 @@ class Batches:
     def path(self, batch: int) -> Path:
         return self.store / f"batch-{batch:05d}.safetensors"
 
-    def run(self, rank: int, world: int, progress: bool) -> None:
+    def run(self, rank: int, world: int, progress: bool | None) -> None:
         """Compute every ``world``-th batch, starting at ``rank``."""
         name = str(self.settings["model"]["name"])
-        with bar(name, unit="of images x radii", show=progress and rank == 0, parts=True) as shown:
+        show = progress if rank == 0 else False
+        with bar(name, unit="of images x radii", show=show, parts=True) as shown:
             mine = range(rank, self.count, world)
             images = sum(len(range(len(self.data))[self._part(batch)]) for batch in mine)
             shown.total(images * len(self.radii))

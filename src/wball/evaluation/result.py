@@ -25,8 +25,15 @@ from wball.evaluation.requirements import (
     Requirement,
     confidence_interval,
 )
-from wball.storage.files import read_json, read_sealed, read_tensors, write_sealed, write_tensors
-from wball.storage.pixels import as_bytes, as_pixels
+from wball.storage.files import (
+    as_bytes,
+    as_pixels,
+    read_json,
+    read_sealed,
+    read_tensors,
+    write_sealed,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table

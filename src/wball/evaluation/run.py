@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,45 +31,10 @@ from wball.evaluation.doubts import at_chance, check_certificates, look_for_miss
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
 from wball.evaluation.result import RESULTS, Evaluation, load_evaluation
-from wball.evaluation.stream import Layout, Stream, open_stream
+from wball.evaluation.stream import Stream, open_stream
 from wball.model import Model, as_found, ask, check_classes
 from wball.processes import rank_and_size
-from wball.storage.atomic import clear_parts, locked
-from wball.storage.files import Log, read_json
-
-
-@dataclass(frozen=True)
-class Options:
-    """Names, and how an evaluation is computed: further keywords of :func:`wball.evaluate`.
-
-    Attributes:
-        name: name of the model (default: that of its class).
-        data: name of the data.
-        classes: names of the classes (default: those of the data set, or their numbers).
-        names: the source of each image (default: the files of a folder, or numbers in the data).
-        command: command line to record (default: that of this process).
-        layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
-        batch_size: images per batch (default: chosen for the device).
-        levels: pixels of examples are multiples of ``1 / (levels - 1)``, with exactly the same mass
-            (256: stored as 8-bit images, they stay valid). The images must be, too.
-        overwrite: discard earlier results in the folder.
-        progress: show a progress bar.
-    """
-
-    name: str | None = None
-    data: str = "data"
-    classes: Sequence[str] | None = None
-    names: Sequence[str] | None = None
-    command: str | None = None
-    layout: Layout = "NCHW"
-    batch_size: int | None = None
-    levels: int | None = None
-    overwrite: bool = False
-    progress: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batch_size is not None:
-            inputs.check_count("batch_size", self.batch_size)
+from wball.storage.files import Log, clear_parts, locked, read_json
 
 
 def evaluate(
@@ -83,8 +48,16 @@ def evaluate(
     certify: bool | str = False,
     exact: Literal["sample", "all"] = "sample",
     out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
     seed: int = 0,
-    **options: Any,
+    batch_size: int | None = None,
+    levels: int | None = None,
+    progress: bool | None = None,
+    name: str | None = None,
+    data: str = "data",
+    classes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    command: str | None = None,
 ) -> Evaluation:
     """Measure the robust accuracy of ``model`` on images ``x`` with labels ``y``.
 
@@ -112,9 +85,17 @@ def evaluate(
             radius solves all of them.
         out: a folder for results, examples and the report's images. An interrupted evaluation is
             resumed; a finished one is read back.
+        overwrite: discard earlier results in the folder.
         seed: random seed.
-        **options: fields of :class:`wball.evaluation.Options`, such as ``name="mine"``,
-            ``batch_size=100``, ``overwrite=True``, ``progress=True``.
+        batch_size: images per batch (default: chosen for the device).
+        levels: pixels of examples are multiples of ``1 / (levels - 1)``, with exactly the same mass
+            (256: stored as 8-bit images, they stay valid). The images must be, too.
+        progress: show a progress bar (default: on a terminal).
+        name: name of the model (default: that of its class).
+        data: name of the data.
+        classes: names of the classes (default: those of the data set, or their numbers).
+        names: the source of each image (default: the files of a folder, or numbers in the data).
+        command: command line to record (default: that of this process).
 
     Under ``torchrun``, or in a process group, each process computes its share of the batches
     (``out`` is then a folder that all of them see), and all return the whole result.
@@ -132,16 +113,17 @@ def evaluate(
             "ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)"
         )
     check_ball(ball)
-    chosen = Options(**options)
-    data = open_stream(x, y, model, ball.box, chosen.layout)
-    if len(data) == 0:
+    if batch_size is not None:
+        inputs.check_count("batch_size", batch_size)
+    images = open_stream(x, y, model, ball.box)
+    if len(images) == 0:
         raise ValueError("x is empty: there is nothing to evaluate")
     rank = rank_and_size()[0]  # the first process reads all data; the others read their own share
-    digest, labels = data.survey() if rank == 0 else ("", data.take([0])[1])
+    digest, labels = images.survey() if rank == 0 else ("", images.take([0])[1])
     mode, points = _radii(radii, ball)
     searched = _attack(attack, ball.at(points[-1]))
-    if chosen.levels is not None:
-        searched = replace(searched, levels=chosen.levels)
+    if levels is not None:
+        searched = replace(searched, levels=levels)
     described = searched.describe()
     if mode == "minimal" and not isinstance(searched, FunctionAttack):
         searched = FunctionAttack(searched.ball, _search(searched))
@@ -149,26 +131,25 @@ def evaluate(
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
     inputs.check_seed(seed)
-    logits = probe(model, data.first, labels)
+    logits = probe(model, images.first, labels)
     if method is not None:
-        _check_certifiable(model, data.first, method)
-    names: Sequence[Any] = chosen.classes or class_names(x) or ()
-    if chosen.classes is None and len(names) != logits.shape[1]:
-        names = range(logits.shape[1])
-    sources = list(chosen.names or map(data.name, range(len(data))))
-    if len(sources) != len(data):
-        raise ValueError(f"names has {len(sources)} entries for {len(data)} images")
-    title, command = (None if v is None else str(v) for v in (chosen.name, chosen.command))
+        _check_certifiable(model, images.first, method)
+    titles: Sequence[Any] = classes or class_names(x) or ()
+    if classes is None and len(titles) != logits.shape[1]:
+        titles = range(logits.shape[1])
+    sources = list(names or map(images.name, range(len(images))))
+    if len(sources) != len(images):
+        raise ValueError(f"names has {len(sources)} entries for {len(images)} images")
     run = {
         "settings": {
-            "model": provenance.describe_model(model, title),
-            "answers": _answers(model, data.first),
+            "model": provenance.describe_model(model, name),
+            "answers": _answers(model, images.first),
             "data": {
-                "name": str(chosen.data),
-                "images": len(data),
-                "shape": list(data.first.shape[1:]),
+                "name": str(data),
+                "images": len(images),
+                "shape": list(images.first.shape[1:]),
                 "sha256": digest,
-                "classes": [str(name) for name in names],
+                "classes": [str(title) for title in titles],
             },
             "ball": ball.describe(),
             "mode": mode,
@@ -176,25 +157,27 @@ def evaluate(
             "attack": described,
             "certify": None if method is None else {"method": method, "plans": "full"},
             "exact": "all" if mode == "minimal" else exact,
-            "batch_size": chosen.batch_size or default_batch_size(data.first),
+            "batch_size": batch_size or default_batch_size(images.first),
             "seed": seed,
         },
-        "provenance": provenance.collect(ball, data.first, command),
+        "provenance": provenance.collect(ball, images.first, command),
         "names": sources,
     }
     with result_folder(out) as folder, team() as (rank, world, meet), locked(folder, rank):
         if rank == 0:
-            if chosen.overwrite:
+            if overwrite:
                 clear(folder)
             clear_parts(folder)
-            begin(folder, run, chosen.batch_size is None)
+            begin(folder, run, batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():
             begun = read_json(folder / BATCHES / "settings.json")  # checked by the first process
             log = Log(folder / "log.jsonl", rank)
             log("start", world=world, command=begun["provenance"]["command"])
-            batches = Batches(model, data, ball, searched, begun["settings"], folder / BATCHES, log)
-            batches.run(rank, world, chosen.progress)
+            batches = Batches(
+                model, images, ball, searched, begun["settings"], folder / BATCHES, log
+            )
+            batches.run(rank, world, progress)
             meet()
             if rank == 0:
                 _finish(batches, begun).save(folder)
@@ -294,7 +277,7 @@ def _other_images(model: Model, x: Tensor) -> str:
         return ""
     tried = {
         "one image at a time: export it with a dynamic batch axis": x[:1],
-        "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x.movedim(-1, 1),
+        "with channels first: x.permute(0, 3, 1, 2)": x.movedim(-1, 1),
         "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x.mean(1, keepdim=True),
         "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[
             :, [0, 0, 0]

@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from wball import inputs
 from wball.attacks.base import check_labels
 from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
 
-Layout = Literal["NCHW", "NHWC"]
 Box = tuple[float, float] | None
 AT_ONCE = 64
 """Number of items read at a time when all items are read."""
@@ -107,10 +106,8 @@ class Stream:
         return digest.hexdigest(), every
 
 
-def open_stream(x: Any, y: Any, model: Any, box: Box, layout: Layout = "NCHW") -> Stream:
+def open_stream(x: Any, y: Any, model: Any, box: Box) -> Stream:
     """A stream of tensors, (memory-mapped) arrays, an ``.npz`` file, a data set or a loader."""
-    if layout not in ("NCHW", "NHWC"):
-        raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
     if isinstance(x, Stream):
         return x
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
@@ -121,7 +118,7 @@ def open_stream(x: Any, y: Any, model: Any, box: Box, layout: Layout = "NCHW") -
         if y is None:
             raise TypeError("y is missing: the labels of the images in x")
         y = np.asarray(y) if isinstance(y, (list, tuple)) else y
-        return _of_arrays(x, y, box, x.device if isinstance(x, Tensor) else device, layout)
+        return _of_arrays(x, y, box, x.device if isinstance(x, Tensor) else device)
     if y is not None:
         raise TypeError(
             "y must be left out if the data have labels; name other arguments: ball=..."
@@ -155,18 +152,17 @@ def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
     return Stream(len(data), read, box, device, partial(source_name, data))
 
 
-def _of_arrays(x: Any, y: Any, box: Box, device: torch.device, layout: Layout) -> Stream:
-    tensors = isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype != torch.uint8
-    if tensors and layout == "NCHW":
+def _of_arrays(x: Any, y: Any, box: Box, device: torch.device) -> Stream:
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype != torch.uint8:
         images = inputs.check_images("x", x.detach(), box)
         labels = check_labels("y", y, x)
         return Stream(len(x), lambda index: (images[index], labels[index]), box, x.device)
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
-    if layout == "NCHW" and isinstance(x, np.ndarray) and x.ndim == 4 and channels_last(x.shape):
+    if isinstance(x, np.ndarray) and x.ndim == 4 and channels_last(x.shape):
         raise ValueError(
             f"x has shape {x.shape}, which looks like channels last: "
-            "say layout='NHWC' (or give a tensor)"
+            "give x.transpose(0, 3, 1, 2) (or a tensor, if it is not)"
         )
 
     def read(index: list[int]) -> tuple[Tensor, Tensor]:
@@ -174,7 +170,7 @@ def _of_arrays(x: Any, y: Any, box: Box, device: torch.device, layout: Layout) -
             v[index] if isinstance(v, Tensor) else torch.from_numpy(np.array(v[index]))
             for v in (x, y)
         )
-        return to_tensors((images.movedim(-1, 1) if layout == "NHWC" else images, labels))
+        return to_tensors((images, labels))
 
     return Stream(len(x), read, box, device)
 

@@ -40,7 +40,7 @@ def write_report(
     import jinja2
 
     from wball.report.content import make_content
-    from wball.storage.atomic import write_whole
+    from wball.storage.files import write_whole
 
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
@@ -71,7 +71,7 @@ def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -
     ``images.csv`` beside it has one line per model and image, with the image's source.
     """
     from wball.report.ranking import images_csv, ranking_csv
-    from wball.storage.atomic import write_whole
+    from wball.storage.files import write_whole
 
     path = Path(path)
     for file, text in ((path, ranking_csv), (path.with_name("images.csv"), images_csv)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wball.evaluation.result import Evaluation
-from wball.storage.atomic import write_whole
+from wball.storage.files import write_whole
 from wball.storage.names import file_name
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""JSON and tensor files that are written atomically and carry a checksum of their content.
+"""Files that are written atomically and carry a checksum; folders that one process writes to.
 
 A tensor file is a safetensors file. Its header holds plain data beside the tensors (``notes``) and
 a SHA-256 checksum over names, types, shapes, values and notes. A sealed JSON file holds a checksum
@@ -7,29 +7,107 @@ of its own content. A file whose checksum is missing or wrong raises :class:`Dam
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from wball.provenance import fingerprint
-from wball.storage.atomic import write_whole
 
 CHECKSUM = "sha256"
 _HEADER = "wball"
 """The only key in the header: safetensors writes several keys in any order, and the same data must
 give the same bytes."""
+_PART = ".part"
+_LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+"""Errors of file systems without locks."""
 
 
 class DamagedFile(ValueError):
     """The content of a file is not what was written. The message names the file."""
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content`` beside ``path``, flush it to the disk and rename it over ``path``.
+
+    A killed process leaves either the old file or the new one. The permissions follow the umask.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself must reach the disk, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove the partial files of killed processes. The folder must be locked."""
+    for part in folder.glob(f".*{_PART}"):
+        part.unlink()
+
+
+class FolderInUse(RuntimeError):
+    """Another process is writing to the folder."""
+
+
+@contextmanager
+def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
+    """Lock the folder for this process. The system releases the lock when the process ends.
+
+    If another process holds the lock, raise :class:`FolderInUse`, or ``wait`` until it is free.
+    ``filelock`` is not used, because its fallback without locks is a file that outlives its process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (".lock" if rank == 0 else f".lock-{rank}")
+    with path.open("a") as file:
+        while True:
+            try:
+                _lock(file.fileno())
+                break
+            except OSError as error:
+                if error.errno in _LOCKLESS:
+                    raise OSError(
+                        error.errno,
+                        "the file system cannot lock files; choose a folder on another one",
+                        str(folder),
+                    ) from error
+                if not wait:
+                    raise FolderInUse(
+                        f"{folder} is in use by another process; wait for it or choose another folder"
+                    ) from None
+            time.sleep(0.2)
+        yield
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -127,6 +205,26 @@ def tensor_checksum(tensors: Mapping[str, Tensor], notes: Any = None) -> str:
         digest.update(f"{json.dumps(name)} {fingerprint(tensors[name])};".encode())
     digest.update(json.dumps(json.loads(json.dumps(notes)), sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def as_bytes(images: Tensor) -> Tensor:
+    """Images as uint8, if every pixel is a multiple of 1/255 to the last bit; the same tensor
+    otherwise.
+
+    >>> as_bytes(torch.tensor([0.0, 51 / 255, 1.0]))
+    tensor([  0,  51, 255], dtype=torch.uint8)
+    >>> as_bytes(torch.tensor([0.3]))
+    tensor([0.3000])
+    """
+    if images.dtype != torch.float32:
+        return images
+    packed = (images * 255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8)
+    return packed if torch.equal(as_pixels(packed), images) else images
+
+
+def as_pixels(stored: Tensor) -> Tensor:
+    """The images that :func:`as_bytes` stored."""
+    return stored.to(torch.float32).div_(255) if stored.dtype == torch.uint8 else stored
 
 
 class Log:

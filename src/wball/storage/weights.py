@@ -21,8 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from wball.storage.atomic import write_whole
-from wball.storage.files import CHECKSUM, tensor_checksum
+from wball.storage.files import CHECKSUM, tensor_checksum, write_whole
 
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)

@@ -26,8 +26,7 @@ from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.model import as_found, ask, check_classes
 from wball.progress import bar as progress_bar
-from wball.storage.atomic import clear_parts, locked, write_whole
-from wball.storage.files import write_tensors
+from wball.storage.files import clear_parts, locked, write_tensors, write_whole
 from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
 from wball.training.config import OWN, Optimisation, TrainConfig, describe

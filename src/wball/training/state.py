@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball.storage.atomic import write_whole
-from wball.storage.files import DamagedFile, read_tensors
+from wball.storage.files import DamagedFile, read_tensors, write_whole
 
 
 def generator(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wball.fetch import fetch_file
-from wball.storage.atomic import locked
+from wball.storage.files import locked
 
 
 @dataclass(frozen=True)
