@@ -1,22 +1,28 @@
-r"""``python -m benchmarks predecessors``: the attacks of 2020 beside ours, at a fixed radius.
+r"""``python -m benchmarks predecessors``: the attacks of 2020 beside ours, at fixed radii.
 
-Wu, Wang and Yu keep a transport plan ``P`` of one entry per pixel and move of the window. Its image
-is the sum of what arrives, clipped to the box for the network only: their iterates may exceed it.
-Both of their attacks climb the cross-entropy along the gradient with respect to the plan, divided
-by its largest entry:
+Ports of three published attacks, with the settings of their scripts and the same number of
+gradients each, on the public MNIST networks and at the radii of the leaderboard.
 
-* **Frank-Wolfe** moves by ``2 / (t + 2)`` towards ``argmax <G, P> + gamma H(P)`` over the ball;
-* **PGD** adds the gradient and projects onto the plans of the ball, row by row onto a simplex.
+* **frank-wolfe** (Wu, Wang and Yu). The state is a transport plan ``P``, one entry per pixel and
+  move of the window. A step of ``2 / (t + 2)`` towards ``argmax <G, P> + gamma H(P)`` over the
+  plans of the ball, where ``G`` is the gradient of the cross-entropy with respect to the plan,
+  divided by its largest entry.
+* **pgd** (Wu, Wang and Yu). The same state. A step of 0.1 along ``G``, then the Euclidean
+  projection onto the plans of the ball.
+* **sinkhorn** (Hu et al.). The state is an image. A step of 0.06 times the mass along the gradient,
+  divided by its largest entry, then projected Sinkhorn with the box (lambda 1000).
 
-Both prices are found by bisection. Hu et al. take l2 steps and project by projected Sinkhorn with
-the box inside. Settings are those of the published scripts. Every example is taken to the nearest
-image of the ball before it is judged, so that it counts only if it is valid.
+The first two do not enforce the box: the network sees clipped images. Here every candidate is
+replaced by the nearest image of the ball, which is audited, and counts if it is misclassified.
+Candidates are tested every 10 steps, and a digit that was broken stays so at larger radii. Both
+favour the predecessors, whose scripts test the last step at one radius.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,168 +30,211 @@ from torch.nn import functional as F
 
 import wball
 from benchmarks.frame import Result, options
+from reproduction.leaderboard import PROTOCOLS
 
-CASES = (
-    ("wong2019-mnist-adversarial", 0.1),
-    ("wong2019-mnist-adversarial", 0.05),
-    ("wong2019-mnist-standard", 0.1),
-    ("wong2019-mnist-linf", 0.3),
-    ("wong2019-mnist-binarized", 0.2),
-    ("wu2020-mnist-adversarial", 0.3),
-    ("hu2020-mnist-adversarial", 0.5),
-    ("levine2020-mnist-flow-0.01", 0.2),
+RADII = PROTOCOLS["mnist"].radii
+NETWORKS = (
+    "wong2019-mnist-adversarial",
+    "wu2020-mnist-adversarial",
+    "hu2020-mnist-adversarial",
+    "wong2019-mnist-standard",
+    "levine2020-mnist-flow-0.01",
+    "wong2019-mnist-linf",
+    "levine2020-mnist-flow-0.005",
+    "wong2019-mnist-binarized",
 )
-"""Network and radius."""
-BATCH = 2000
-"""Digits at a time: a plan has 25 numbers a pixel."""
+"""All public MNIST networks, most informative first."""
+BATCH = 2500
+"""Digits at a time: a plan has 25 numbers per pixel with mass."""
+TESTED_EVERY = 10
+"""Steps between tests of the candidates."""
 
 GAMMA = 1e-3
 """Weight of the entropy in the linear oracle of Wu et al."""
-HALVINGS = 50
-"""Bisection steps of both prices."""
-STEP_SIZE = 0.1
-"""Of plan-space PGD, along the normalised gradient."""
+HALVINGS = 25
+"""Bisection steps of a price, to 1e-7; the scripts stop at 1e-4."""
+HIGHEST = 4.0
+"""A price at which no mass moves: gains differ by at most 2.4, and a move costs at least 1."""
+PLAN_STEP, IMAGE_STEP = 0.1, 0.06
+CUT = 60.0 / 28**2
+"""Hu et al. clip the point to this share of the mass before they project it."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """All moves of a square window: offsets, and what each costs per unit of mass."""
+class Predecessor(Protocol):
+    """An attack on a batch: its images, a step along a gradient, and the part with some rows."""
 
-    size: int = 5
+    def images(self) -> Tensor: ...
 
-    @property
-    def costs(self) -> Tensor:
-        reach = torch.arange(self.size) - self.size // 2
-        return torch.cartesian_prod(reach, reach).double().norm(dim=1)
+    def step(self, slope: Tensor, number: int) -> None: ...
 
-    def ends(self, image: Tensor, outside: float) -> Tensor:
-        """``(B, moves, H, W)``: the value at the end of each move from each pixel."""
-        margin = self.size // 2
-        padded = F.pad(image, (margin,) * 4, value=outside)
-        patches = padded.unfold(2, self.size, 1).unfold(3, self.size, 1)
-        return patches.flatten(4).squeeze(1).movedim(3, 1)
-
-    def arriving(self, plan: Tensor) -> Tensor:
-        """``(B, 1, H, W)``: the mass that arrives at each pixel; mass never leaves the image."""
-        height, width = plan.shape[2:]
-        margin = self.size // 2
-        folded = F.fold(
-            plan.flatten(2),
-            (height + 2 * margin, width + 2 * margin),
-            kernel_size=self.size,
-        )
-        return folded[:, :, margin : margin + height, margin : margin + width]
+    def keep(self, rows: Tensor) -> None: ...
 
 
-def _price(cost: Callable[[Tensor], Tensor], budget: Tensor, highest: float) -> Tensor:
-    """The smallest price at which a decreasing cost is within the budget, by bisection."""
-    low, high = torch.zeros_like(budget), torch.full_like(budget, highest)
-    for _ in range(HALVINGS):
-        middle = 0.5 * (low + high)
-        dear = cost(middle) > budget
-        low, high = torch.where(dear, middle, low), torch.where(dear, high, middle)
-    return high
+class PlanAttack:
+    """State of the attacks of Wu et al.: the plan's rows for pixels that have mass."""
 
+    def __init__(self, x: Tensor, eps: float, method: str) -> None:
+        count = int((x > 0).flatten(1).sum(1).max())
+        mass, pixel = x.flatten(1).topk(count)
+        ends, inside, cost = window(*x.shape[2:])
+        self._shape, self._method, self._cost = x.shape[1:], method, cost.to(x)
+        self._ends, self._inside = ends.to(x.device)[pixel], inside.to(x.device)[pixel]
+        self._mass, self._budget = mass.unsqueeze(2), eps * mass.sum(1)
+        self._plan = torch.zeros_like(self._ends, dtype=x.dtype)
+        self._plan[..., cost.argmin()] = mass
 
-def _on_simplex(rows: Tensor, total: Tensor) -> Tensor:
-    """Euclidean projection of ``rows[:, :, i]`` onto ``{p >= 0, sum p = total_i}``, over the moves."""
-    ordered = rows.sort(1, descending=True).values
-    counts = torch.arange(1, rows.shape[1] + 1, device=rows.device).view(1, -1, 1, 1)
-    levels = (ordered.cumsum(1) - total) / counts
-    used = (ordered > levels).sum(1, keepdim=True).clamp(min=1)
-    return (rows - levels.gather(1, used - 1)).clamp(min=0)
+    def images(self) -> Tensor:
+        """The mass that arrives at each pixel; pixels may exceed 1."""
+        arriving = self._plan.new_zeros(len(self._plan), self._shape.numel())
+        arriving.scatter_add_(1, self._ends.flatten(1), self._plan.flatten(1))
+        return arriving.view(-1, *self._shape)
 
-
-def plan_attack(
-    model: nn.Module, x: Tensor, y: Tensor, eps: float, method: str, steps: int = 300
-) -> Tensor:
-    """Images of the last plan of ``"frank-wolfe"`` or ``"pgd"``; pixels may exceed 1."""
-    window = Window()
-    cost = window.costs.to(x).view(1, -1, 1, 1)
-    budget = eps * x.flatten(1).sum(1)
-    inside = window.ends(torch.ones_like(x), 0.0) > 0
-    plan = torch.zeros_like(inside, dtype=x.dtype)
-    plan[:, cost.numel() // 2] = x[:, 0]
-
-    def spent(moved: Tensor) -> Tensor:
-        return (moved * cost).flatten(1).sum(1)
-
-    for step in range(steps):
-        z = window.arriving(plan).detach().requires_grad_(True)
-        loss = F.cross_entropy(model(z.clamp(0, 1)), y, reduction="sum")
-        (slope,) = torch.autograd.grad(loss, z)
-        gain = torch.where(inside, window.ends(slope, 0.0), 0.0)
-        gain = gain / gain.flatten(1).abs().amax(1).clamp(min=1e-30).view(-1, 1, 1, 1)
-        if method == "frank-wolfe":
-            scores = torch.where(inside, gain, -torch.inf) / GAMMA
-
-            def proposed(price: Tensor, scores: Tensor = scores) -> Tensor:
-                return x * torch.softmax(scores - price.view(-1, 1, 1, 1) * cost / GAMMA, 1)
-
-            rate = 2.0 / (step + 2)
-            target = proposed(_price(lambda p: spent(proposed(p)), budget, 4.0))
-            plan = plan + rate * (target - plan)
+    def step(self, slope: Tensor, number: int) -> None:
+        gain = slope.flatten(1).gather(1, self._ends.flatten(1)).view_as(self._plan)
+        if self._method == "frank-wolfe":
+            scores = torch.where(self._inside, gain, -torch.inf) / GAMMA
+            target = self._cheapest(
+                lambda price: self._mass * torch.softmax(scores - price * self._cost / GAMMA, 2)
+            )
+            self._plan = self._plan + 2.0 / (number + 2) * (target - self._plan)
         else:
-            wanted = torch.where(inside, plan + STEP_SIZE * gain, -torch.inf)
+            wanted = torch.where(self._inside, self._plan + PLAN_STEP * gain, -torch.inf)
+            self._plan = self._cheapest(
+                lambda price: on_simplex(wanted - price * self._cost, self._mass)
+            )
 
-            def projected(price: Tensor, wanted: Tensor = wanted) -> Tensor:
-                return _on_simplex(wanted - price.view(-1, 1, 1, 1) * cost, x)
+    def _cheapest(self, plan_at: Callable[[Tensor], Tensor]) -> Tensor:
+        """The plan at the smallest price of moves that keeps it within the budget."""
+        low = torch.zeros_like(self._budget)
+        high = torch.full_like(low, HIGHEST)
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            spent = (plan_at(middle.view(-1, 1, 1)) * self._cost).sum((1, 2))
+            low = torch.where(spent > self._budget, middle, low)
+            high = torch.where(spent > self._budget, high, middle)
+        return plan_at(high.view(-1, 1, 1))
 
-            plan = projected(_price(lambda p: spent(projected(p)), budget, 4.0))
-    return window.arriving(plan)
+    def keep(self, rows: Tensor) -> None:
+        self._ends, self._inside, self._mass, self._budget, self._plan = (
+            part[rows] for part in (self._ends, self._inside, self._mass, self._budget, self._plan)
+        )
 
 
-def sinkhorn_attack(
-    model: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall, steps: int = 300
-) -> Tensor:
-    """Images of the attack of Hu et al. at a fixed radius: an l2 step of 0.06 times the mass."""
-    length = 0.06 * x.flatten(1).sum(1)
-    point, duals = x, None
-    for _ in range(steps):
-        z = point.detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(z), y, reduction="sum"), z)
-        size = slope.flatten(1).norm(dim=1).clamp(min=1e-30)
-        step = (length / size).view(-1, 1, 1, 1) * slope
-        found = ball.project(x, point + step, reg=1000.0, tol=1e-3, init=duals)
-        point, duals = found.point, found.duals
-    return point
+class SinkhornAttack:
+    """State of the attack of Hu et al.: an image of the ball."""
+
+    def __init__(self, x: Tensor, eps: float) -> None:
+        self._x = self._point = x
+        self._ball = wball.WassersteinBall(eps)
+
+    def images(self) -> Tensor:
+        return self._point
+
+    def step(self, slope: Tensor, number: int) -> None:
+        mass = self._x.sum((1, 2, 3), keepdim=True)
+        wanted = torch.minimum(self._point + IMAGE_STEP * mass * slope, CUT * mass)
+        self._point = self._ball.project(self._x, wanted, reg=1000.0, tol=1e-3).point
+
+    def keep(self, rows: Tensor) -> None:
+        self._x, self._point = self._x[rows], self._point[rows]
+
+
+METHODS: dict[str, Callable[[Tensor, float], Predecessor]] = {
+    "pgd": lambda x, eps: PlanAttack(x, eps, "pgd"),
+    "frank-wolfe": lambda x, eps: PlanAttack(x, eps, "frank-wolfe"),
+    "sinkhorn": SinkhornAttack,
+}
+
+
+def window(height: int, width: int, size: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    """For each pixel and move: the pixel it ends at (0 outside), whether it is inside; the costs."""
+    reach = torch.arange(size) - size // 2
+    moves = torch.cartesian_prod(reach, reach)
+    grid = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    ends = grid.unsqueeze(1) + moves
+    inside = ((ends >= 0) & (ends < torch.tensor([height, width]))).all(2)
+    return (ends[..., 0] * width + ends[..., 1]) * inside, inside, moves.double().norm(dim=1)
+
+
+def on_simplex(rows: Tensor, total: Tensor) -> Tensor:
+    """Euclidean projection of each row onto ``{p >= 0, sum p = total}``."""
+    ordered = rows.sort(2, descending=True).values
+    counts = torch.arange(1, rows.shape[2] + 1, device=rows.device)
+    levels = (ordered.cumsum(2) - total) / counts
+    used = (ordered > levels).sum(2, keepdim=True).clamp(min=1)
+    return (rows - levels.gather(2, used - 1)).clamp(min=0)
+
+
+def broken(
+    model: nn.Module, x: Tensor, y: Tensor, eps: float, method: str, steps: int
+) -> tuple[Tensor, int]:
+    """Digits for which an attack finds a valid example, and the candidates that the audit rejects."""
+    attack, ball = METHODS[method](x, eps), wball.WassersteinBall(eps)
+    found, left = torch.zeros_like(y, dtype=torch.bool), torch.arange(len(y), device=y.device)
+    rejected = 0
+    for number in range(steps + 1):
+        z = attack.images().detach().requires_grad_(True)
+        logits = model(z.clamp(0, 1))
+        labels = y[left]
+        if number % TESTED_EVERY == 0 or number == steps:
+            fooled = (logits.argmax(1) != labels).nonzero().squeeze(1)
+            index = left[fooled]
+            if len(index):
+                repaired = ball.project(x[index], z.detach()[fooled])
+                report = wball.audit(
+                    ball, x[index], repaired.point, plan=repaired.plan, exact="sample", sample=1
+                )
+                valid = report.valid.to(y.device)
+                with torch.no_grad():
+                    found[index] = (model(repaired.point).argmax(1) != y[index]) & valid
+                rejected += int((~valid).sum())
+        if number == steps:
+            return found, rejected
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        (slope,) = torch.autograd.grad(loss, z)
+        size = slope.flatten(1).abs().amax(1).clamp(min=1e-30)
+        attack.step(slope / size.view(-1, 1, 1, 1), number)
+        if number % TESTED_EVERY == 0:
+            alive = (~found[left]).nonzero().squeeze(1)
+            if not len(alive):
+                return found, rejected
+            attack.keep(alive)
+            left = left[alive]
+    raise AssertionError("the last step returns")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options("predecessors", __doc__)
     parser.add_argument("--images", type=int, default=10000, help="number of test digits")
     parser.add_argument("--steps", type=int, default=300, help="gradient steps of each attack")
-    parser.add_argument(
-        "--methods", nargs="+", default=["frank-wolfe", "sinkhorn", "pgd"], help="attacks to run"
-    )
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), help="attacks to run")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), help="networks to attack")
     given = parser.parse_args(arguments)
-    result = Result("predecessors", given, steps=given.steps)
+    result = Result("predecessors", given, steps=given.steps, tested_every=TESTED_EVERY)
     x, y = wball.load_dataset("mnist", given.data)
     x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
-    for method in given.methods:
-        for name, eps in CASES:
-            key = {"model": name, "eps": eps, "method": method, "images": len(x)}
-            if result.has(**key):
+    torch.backends.cudnn.allow_tf32 = False  # an example must not exist in TF32 only
+    order = (x > 0).flatten(1).sum(1).argsort()  # digits of a batch have about as many rows
+    x, y = x[order], y[order]
+    for name in given.networks:
+        for method in given.methods:
+            keys = [
+                {"model": name, "method": method, "eps": eps, "images": len(x)} for eps in RADII
+            ]
+            if all(result.has(**key) for key in keys):
                 continue
             model = wball.load_model(name, root=given.models).to(given.device).eval()
-            right = torch.cat(
-                [
-                    survivors(model, *part, eps, method, given.steps)
-                    for part in zip(x.split(BATCH), y.split(BATCH), strict=True)
-                ]
-            )
-            result.add(key | {"robust": 100 * float(right.double().mean())})
-
-
-def survivors(
-    model: nn.Module, x: Tensor, y: Tensor, eps: float, method: str, steps: int
-) -> Tensor:
-    """Images that are right, and stay so at the repaired example of an attack."""
-    ball = wball.WassersteinBall(eps)
-    if method == "sinkhorn":
-        found = sinkhorn_attack(model, x, y, ball, steps)
-    else:
-        found = plan_attack(model, x, y, eps, method, steps)
-    repaired = ball.project(x, found).point
-    with torch.no_grad():
-        return (model(x).argmax(1) == y) & (model(repaired).argmax(1) == y)
+            with torch.no_grad():
+                left = (model(x).argmax(1) == y).nonzero().squeeze(1)
+            for key, eps in zip(keys, RADII, strict=True):
+                begin, rejected = time.perf_counter(), 0
+                survivors = [left[:0]]
+                for part in left.split(BATCH) if len(left) else ():
+                    found, count = broken(model, x[part], y[part], eps, method, given.steps)
+                    survivors.append(part[~found])
+                    rejected += count
+                left = torch.cat(survivors)
+                row = {"robust": 100 * len(left) / len(x), "rejected": rejected}
+                if not result.has(**key):
+                    seconds = round(time.perf_counter() - begin, 2)
+                    result.add(key | row | {"seconds": seconds})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ Reproduce the tables and figures of the paper.
     python -m reproduction page --out results/paper        write docs/reproduction.md
 
     python -m reproduction leaderboard                     print the leaderboard
-    python -m reproduction leaderboard NAME --data-dir data    measure models (or all of them)
+    python -m reproduction leaderboard NAME --data-dir data    measure models (or all)
     python -m reproduction leaderboard page                write docs/leaderboard.md
 
 A recipe writes NAME.json, NAME.pdf and NAME.png. If interrupted, rerun the same command to resume.
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="random seed")
     add("--out", type=Path, default=Path("out/reproduction"), help="folder for results and figures")
     add("--board", type=Path, default=leaderboard.BOARD, help="the leaderboard's file")
+    add(
+        "--minutes", type=float, default=math.inf, help="leaderboard: start nothing after this time"
+    )
+    add("--parts", nargs="+", default=leaderboard.PARTS, choices=leaderboard.PARTS, help="of rows")
     given = parser.parse_args(arguments)
     try:
         settings = Settings(
@@ -60,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.images,
             not given.no_train,
         )
-        return perform(given.names, settings, given.board)
+        if given.names[0] == "leaderboard":
+            return show_board(given.names[1:], settings, given)
+        return perform(given.names, settings)
     except run.EXPECTED as error:
         print(f"reproduction: {error}", file=sys.stderr)
         return 2
@@ -69,14 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def perform(names: Sequence[str], settings: Settings, board: Path) -> int:
+def perform(names: Sequence[str], settings: Settings) -> int:
     """Do what the words on the command line ask for."""
     first, *others = names
     if first == "list":
         print(run.overview().text())
         return 0
-    if first == "leaderboard":
-        return show_board(others, settings, board)
     if first == "figures":
         paths = run.draw(others or run.stored(settings.out), settings.out)
     elif first == "page":
@@ -87,8 +92,9 @@ def perform(names: Sequence[str], settings: Settings, board: Path) -> int:
     return 0
 
 
-def show_board(names: Sequence[str], settings: Settings, board: Path) -> int:
+def show_board(names: Sequence[str], settings: Settings, given: argparse.Namespace) -> int:
     """Print the leaderboard, write its page, or measure models and enter their rows."""
+    board: Path = given.board
     if not names:
         tables = leaderboard_page.tables(leaderboard.filled(board))
         print("\n\n".join(table.text() for table in tables))
@@ -97,7 +103,14 @@ def show_board(names: Sequence[str], settings: Settings, board: Path) -> int:
         print(f"written: {leaderboard_page.write_page(board)}")
         return 0
     shop = Workshop(settings)
-    failed = leaderboard.run(leaderboard.available(shop, names), settings, board, shop=shop)
+    failed = leaderboard.run(
+        leaderboard.available(shop, names),
+        settings,
+        board,
+        shop=shop,
+        parts=given.parts,
+        minutes=given.minutes,
+    )
     print(f"written: {board}" if leaderboard.read(board)["rows"] else "nothing was measured")
     return 2 if failed else 0
 

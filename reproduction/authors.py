@@ -51,11 +51,6 @@ def _cases(label: str, subject: Subject, x: Tensor) -> Iterator[tuple[str, Subje
     yield label, subject, x
 
 
-def _theirs(data: Data) -> list[Data]:
-    """Rows of the authors' weights; older results also have rows of ours."""
-    return [r for r in data["rows"] if r.get("whose", "authors") == "authors"]
-
-
 def tables(data: Data) -> list[Table]:
     rows = [
         [
@@ -64,7 +59,7 @@ def tables(data: Data) -> list[Table]:
             percent(r["text"]["curve"][0]["accuracy"]),
             *(percent(accuracy_at(r[source], r["eps"])) for source in SOURCES),
         ]
-        for r in _theirs(data)
+        for r in data["rows"]
     ]
     head = ["model", "published, eps 1", "clean", *(f"{source}, eps 1" for source in SOURCES)]
     return [Table(head, rows, data["images"])]
@@ -77,7 +72,7 @@ def draw(data: Data) -> Figure:
         "text": "as in the text (p = 1, 5 x 5)",
         "scripts": "as in the scripts (p = 2, 7 x 7)",
     }
-    panels = [(titles[s], [(r["label"], r[s]["curve"]) for r in _theirs(data)]) for s in SOURCES]
+    panels = [(titles[s], [(r["label"], r[s]["curve"]) for r in data["rows"]]) for s in SOURCES]
     return curves(panels, data["unit"])
 
 

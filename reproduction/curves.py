@@ -190,7 +190,7 @@ def _window_tables(data: Data) -> list[Table]:
         said = published.WINDOWS.get((row["label"], row["window"]))
         rows.append(
             [
-                row["label"] + (", authors' weights" if _of_authors(row) else ""),
+                row["label"],
                 f"{row['window']} x {row['window']}",
                 f"{last['eps']:.2f}",
                 points(last["accuracy"]),
@@ -204,14 +204,10 @@ def _window_tables(data: Data) -> list[Table]:
     return [Table(head, rows, title)]
 
 
-def _of_authors(row: Data) -> bool:
-    return row["name"] in {claim.model for claim in published.AUTHORS}
-
-
 def _draw_windows(data: Data) -> Figure:
     from reproduction.draw import curves
 
-    rows = [r for r in data["rows"] if r["p"] == 1.0 and not _of_authors(r)]
+    rows = [r for r in data["rows"] if r["p"] == 1.0]
     panels = [
         (
             f"{label}, {title}",

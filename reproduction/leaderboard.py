@@ -1,8 +1,9 @@
 """The leaderboard: every public model and ours under one protocol, as data (``results/leaderboard.json``).
 
 A row is measured by :func:`wball.evaluate` (every example that counts is audited) and :func:`wball.certify` (for any
-transport plan). Proof and attack check each other on the same images: a valid example inside a certified ball would be
-a contradiction, and the row says how many there are.
+transport plan). It names the version and the members of the attack, and keeps the outcome of each image. Proof and
+attack check each other on the same images: an example at a radius that is certified would be a contradiction, and the
+row says how many there are.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from reproduction.measure import certified, evaluated, smoothed
+from reproduction.measure import certified, evaluated, predicted, smoothed
 from reproduction.workshop import Data, Settings, Subject, Workshop
 from wball import provenance
+from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
-from wball.evaluation import Evaluation
 from wball.storage.files import locked, read_json, write_json
 from wball.zoo import model_card
 from wball.zoo.public import PublicModel
@@ -35,6 +36,9 @@ DEEPEST = 6
 """Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take minutes."""
 SAMPLES, SELECT, ALPHA = 10_000, 1_000, 0.05
 """Of Levine and Feizi's certificate, as their script has them."""
+NOISES = (0.005, 0.01, 0.02, 0.05)
+"""Standard deviations of the smoothing noise: the smaller ones of their public networks. Two of these networks are at
+hand; their classifiers are smoothed by every level."""
 
 
 @dataclass(frozen=True)
@@ -86,35 +90,52 @@ PROTOCOLS = {
         1_000,
         (0.002, 0.005, 0.01, 0.02, 0.05),
         (0.0005, 0.001, 0.002, 0.005),
-        100,
+        1_000,
         ("cifar10-adversarial", "cifar10-certified", "cifar10-certified-deep", "cifar10-small"),
     ),
 }
 QUICK_IMAGES, QUICK_PROOFS, QUICK_SAMPLES = 20, 5, 200
+PARTS = ("attack", "smoothing", "certificate")
+"""What a row is made of, in the order in which it is measured."""
+WRONG = "-"
+"""Stands for a misclassified image in a row's outcomes."""
 
 
 def run(
-    names: Sequence[str], settings: Settings, board: Path, *, shop: Workshop | None = None
+    names: Sequence[str],
+    settings: Settings,
+    board: Path,
+    *,
+    shop: Workshop | None = None,
+    parts: Sequence[str] = PARTS,
+    minutes: float = math.inf,
 ) -> list[str]:
-    """Measure rows and enter each into the board as soon as it is whole; the names of those that could not be made.
+    """Measure rows, and return the names of models that could not be loaded.
 
-    An interrupted run resumes: rows that are there, on as many images of the same weights, are kept.
+    All rows are attacked before any is certified. A part is written as soon as it is measured. It is
+    kept if it was measured with the same weights, on as many images, and by the same version and
+    members of the attack, so that a run that was interrupted or ran out of ``minutes`` resumes.
     """
     shop, failed = shop or Workshop(settings), []
-    for name in names:
-        dataset = _dataset(shop, name)
-        try:
-            subject = shop.subject(name)
-            x, y = shop.test_images(dataset, PROTOCOLS[dataset].images, QUICK_IMAGES)
-        except (ValueError, OSError) as error:  # no model, no network, half a file
-            shop.say(f"{name} is left out: {error}")
-            failed.append(name)
-            continue
-        if any(_same(row, subject, len(x), settings) for row in read(board)["rows"]):
-            shop.say(f"{name} is on the board")
-            continue
-        shop.begin()
-        enter(board, measured(shop, subject, dataset, x, y))
+    end = time.monotonic() + 60 * minutes
+    for part in parts:
+        for name in (name for name in names if name not in failed):
+            dataset = _dataset(shop, name)
+            try:
+                subject = shop.subject(name)
+                x, y = shop.test_images(dataset, PROTOCOLS[dataset].images, QUICK_IMAGES)
+            except (ValueError, OSError) as error:  # no model, no network, half a file
+                shop.say(f"{name} is left out: {error}")
+                failed.append(name)
+                continue
+            row = stored(board, subject, shop.quick)
+            if is_current(shop, row, part, len(x)):
+                shop.say(f"{name}: {part} is on the board")
+            elif time.monotonic() > end:
+                shop.say(f"{name}: {part} is left for the next run")
+            else:
+                shop.begin()
+                enter(board, measured(shop, subject, x, y, part, row))
     return failed
 
 
@@ -129,47 +150,83 @@ def available(shop: Workshop, names: Iterable[str]) -> list[str]:
     return [name for name in every if shop.has(name)] if shop.quick else every
 
 
-def _same(row: Data, subject: Subject, images: int, settings: Settings) -> bool:
-    return bool(
-        row["name"] == subject.name
-        and row["sha256"] == subject.sha256
-        and row["images"] >= images
-        and row["quick"] <= settings.quick
+def stored(board: Path, subject: Subject, quick: bool) -> Data | None:
+    """The row of these weights. A quick row does not serve a full run."""
+    for row in read(board)["rows"]:
+        if row["name"] == subject.name and row["sha256"] == subject.sha256:
+            return row if row["quick"] <= quick else None
+    return None
+
+
+def is_current(shop: Workshop, row: Data | None, part: str, images: int) -> bool:
+    """Whether a row has this part as the protocol asks for it."""
+    if row is None or part not in row:
+        return False
+    if part == "attack":
+        version = "fast" if shop.quick else "standard"
+        now = StandardAttack(WassersteinBall(1.0), version=version).describe()
+        same = all(row[part].get(k) == now[k] for k in ("version_number", "members"))
+        return same and row["images"] >= images
+    known = row[part]
+    if known is None or "skipped" in known:
+        return known is not None or _noise(shop, row["name"]) is None
+    wanted = {f"{noise:g}" for noise in NOISES} if part == "smoothing" else set()
+    return known["images"] >= _proved(shop, row["dataset"], images) and wanted <= set(
+        known.get("noises", ())
     )
 
 
-def measured(shop: Workshop, subject: Subject, dataset: str, x: Tensor, y: Tensor) -> Data:
-    """One row of the board."""
-    protocol = PROTOCOLS[dataset]
-    result, seconds = evaluated(shop, subject, x, y, protocol.radii)
-    few = min(len(x), QUICK_PROOFS if shop.quick else protocol.proofs)
-    row = {
-        **_about(shop, subject, dataset),
+def measured(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, part: str, row: Data | None = None
+) -> Data:
+    """A row with one part measured now, and the other parts as they were."""
+    dataset = _dataset(shop, subject.name)
+    protocol, few = PROTOCOLS[dataset], _proved(shop, dataset, len(x))
+    if row is None or part == "attack":
+        kept = {name: row[name] for name in PARTS if row is not None and name in row}
+        row = {**_about(shop, subject, dataset), **kept, **_attacked(shop, subject, x, y)}
+    if part == "certificate":
+        row["certificate"] = _proofs(shop, subject, x[:few], y[:few], protocol)
+    elif part == "smoothing":
+        row["smoothing"] = _smoothing(shop, subject, x[:few], y[:few], protocol)
+    proofs = row.get("certificate", {})
+    row["flags"] = list(row["attack"].get("warnings", ()))
+    if "outcomes" in proofs:
+        count = contradictions(row["outcomes"], proofs["outcomes"], protocol)
+        proofs["contradictions"] = count
+        if count:
+            row["flags"].append(f"{count} examples in certified balls")
+    return {**row, "quick": shop.quick, "provenance": _origin(shop, subject.name, x)}
+
+
+def _proved(shop: Workshop, dataset: str, images: int) -> int:
+    """Number of images to certify."""
+    return min(images, QUICK_PROOFS if shop.quick else PROTOCOLS[dataset].proofs)
+
+
+def _attacked(shop: Workshop, subject: Subject, x: Tensor, y: Tensor) -> Data:
+    """The attack, and the ``outcomes``: per image the number of radii at which it is still right."""
+    radii = PROTOCOLS[_dataset(shop, subject.name)].radii
+    result, seconds = evaluated(shop, subject, x, y, radii)
+    left = torch.stack([~result.broken_at(r) for r in (0.0, *radii)]).sum(0).tolist()
+    audit = result.audit_summary()
+    return {
         "images": len(x),
         "clean": result.clean_accuracy,
         "attack": {
             **dict(result.settings["attack"]),
-            "accuracy": {f"{r:g}": result.accuracy_at(r) for r in protocol.radii},
-            "audit": {
-                k: v
-                for k, v in result.audit_summary().items()
-                if k not in ("tolerances", "contradictions")
-            },
+            "accuracy": {f"{r:g}": result.accuracy_at(r) for r in radii},
+            "audit": {k: audit[k] for k in audit if k not in ("tolerances", "contradictions")},
+            "warnings": [f"{warning.code}: {warning.message}" for warning in result.warnings],
             "seconds": round(seconds, 1),
+            "commit": shop.commit,
         },
-        "certificate": _proofs(shop, subject, x[:few], y[:few], protocol, result),
-        "smoothing": _smoothing(shop, subject, x[:few], y[:few], protocol),
+        "outcomes": "".join(WRONG if count == 0 else str(count - 1) for count in left),
     }
-    row["flags"] = [f"{warning.code}: {warning.message}" for warning in result.warnings]
-    if count := row["certificate"].get("contradictions", 0):
-        row["flags"].append(f"{count} examples in certified balls")
-    return {**row, "quick": shop.quick, "provenance": _origin(shop, subject.name, x)}
 
 
-def _proofs(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol, result: Evaluation
-) -> Data:
-    """Certified accuracy, and what neither proof nor attack decides, on the same images."""
+def _proofs(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol) -> Data:
+    """Certified accuracy; ``outcomes`` has the number of certified radii per image."""
     layers = sum(isinstance(module, nn.Conv2d | nn.Linear) for module in subject.model.modules())
     if layers > DEEPEST:
         return {"skipped": f"not tried: {layers} layers"}
@@ -177,47 +234,63 @@ def _proofs(
         radius, seconds = certified(shop, subject, x, y, METHOD, protocol.certified)
     except UnsupportedModule as error:
         return {"skipped": f"not supported: {error}"}
-    broken = {r: result.broken_at(r)[: len(x)] for r in (*protocol.certified, *protocol.radii)}
+    holds = torch.stack([radius >= r for r in protocol.certified])
+    shares = holds.double().mean(1).tolist()
     return {
         "method": METHOD,
         "plans": "any",
         "images": len(x),
-        "accuracy": {f"{r:g}": float((radius >= r).double().mean()) for r in protocol.certified},
-        "undecided": {
-            f"{r:g}": float((~broken[r] & (radius < r)).double().mean())
-            for r in protocol.certified
-            if r in protocol.radii
-        },
-        "contradictions": int((result.images["distance"][: len(x)] * (1 + 1e-9) < radius).sum()),
+        "clean": float((predicted(subject.model, x) == y).double().mean()),
+        "accuracy": {f"{r:g}": share for r, share in zip(protocol.certified, shares, strict=True)},
+        "outcomes": "".join(map(str, holds.sum(0).tolist())),
         "seconds": round(seconds, 1),
+        "commit": shop.commit,
     }
+
+
+def contradictions(attacked: str, proved: str, protocol: Protocol) -> int:
+    """Number of images with an example at a radius up to which they are certified."""
+    broken_at, certified_at = (*protocol.radii, math.inf), (0.0, *protocol.certified)
+    return sum(
+        outcome != WRONG and broken_at[int(outcome)] <= certified_at[int(count)]
+        for outcome, count in zip(attacked, proved, strict=False)
+    )
+
+
+def _noise(shop: Workshop, name: str) -> float | None:
+    public = shop.public.get(name)
+    return None if public is None else public.noise
 
 
 def _smoothing(
     shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol
 ) -> Data | None:
-    """Levine and Feizi's certificate of a model that was trained for it: by their rule and by the tight one.
+    """Levine and Feizi's certificate of a model that was trained for it, at several noise levels.
 
-    Both from the same votes. Their radius for a class of probability at least ``p`` under Laplace noise of scale ``s``
-    is ``s / 2 log(p / (1 - p))`` in Manhattan distance.
+    By their rule and by the tight one, from the same votes. Their radius for a class of probability
+    at least ``p`` under Laplace noise of scale ``s`` is ``s / 2 log(p / (1 - p))`` in Manhattan
+    distance.
     """
-    public = shop.public.get(subject.name)
-    if public is None or public.noise is None:
+    if _noise(shop, subject.name) is None:
         return None
-    scale, samples = public.noise / math.sqrt(2), QUICK_SAMPLES if shop.quick else SAMPLES
-    part, seconds = smoothed(shop, subject, x, y, scale, samples, min(samples, SELECT), ALPHA)
-    p = part["probability"].clamp(0.5, 1 - 1e-12)
-    theirs = scale / 2 * (p / (1 - p)).log() / math.sqrt(2)
+    samples, noises, spent = QUICK_SAMPLES if shop.quick else SAMPLES, {}, 0.0
+    for noise in NOISES:
+        scale = noise / math.sqrt(2)
+        part, seconds = smoothed(shop, subject, x, y, scale, samples, min(samples, SELECT), ALPHA)
+        p = part["probability"].clamp(0.5, 1 - 1e-12)
+        theirs = scale / 2 * (p / (1 - p)).log() / math.sqrt(2)
+        noises[f"{noise:g}"] = {
+            rule: {f"{r:g}": float((radius > r).double().mean()) for r in protocol.certified}
+            for rule, radius in (("authors", theirs), ("tight", part["radius"]))
+        }
+        spent += seconds
     return {
         "images": len(x),
         "samples": samples,
         "alpha": ALPHA,
-        "scale": scale,
-        "authors": {f"{r:g}": float((theirs > r).double().mean()) for r in protocol.certified},
-        "tight": {
-            f"{r:g}": float((part["radius"] > r).double().mean()) for r in protocol.certified
-        },
-        "seconds": round(seconds, 1),
+        "noises": noises,
+        "seconds": round(spent, 1),
+        "commit": shop.commit,
     }
 
 
@@ -246,29 +319,13 @@ def _about(shop: Workshop, subject: Subject, dataset: str) -> Data:
 
 
 def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
-    words = [
-        *("python", "-m", "reproduction", "leaderboard"),
-        name,
-        "--data-dir",
-        "DATA",
-        *(["--quick"] if shop.quick else []),
-    ]
-    words += (
-        ["--images", str(len(x))]
-        if len(x) != PROTOCOLS[_dataset(shop, name)].images and not shop.quick
-        else []
-    )
+    words = ["python", "-m", "reproduction", "leaderboard", name, "--data-dir", "DATA"]
+    words += ["--quick"] if shop.quick else ["--images", str(len(x))]
     return {
         "command": shlex.join([*words, "--seed", str(shop.settings.seed)]),
         "commit": shop.commit,
-        **(
-            {"earlier_commits": earlier}
-            if (earlier := sorted(shop.commits - {shop.commit}))
-            else {}
-        ),
         "device": provenance.device_name(shop.device),
         "kernel": WassersteinBall(0.1).kernel(x),
-        "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(shop.spent, 1),
     }

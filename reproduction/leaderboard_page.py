@@ -5,48 +5,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from reproduction import published
-from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled
-from reproduction.measure import accuracy_at
+from reproduction.leaderboard import BOARD, PROTOCOLS, WRONG, Protocol, filled
 from reproduction.page import template
-from reproduction.tables import Table, percent
+from reproduction.tables import Table
 from reproduction.workshop import Data
+from wball.attacks.standard import VERSION
 from wball.data import dataset_info
 from wball.storage.files import read_json, write_whole
 
 PAGE = Path("docs/leaderboard.md")
+SHORT = {"frank-wolfe": "Wu, FW", "pgd": "Wu, PGD", "sinkhorn": "Hu"}
+"""The predecessors' attacks."""
 
 
-def tables(content: Data) -> list[Table]:
-    """One ranked table per data set."""
+def tables(content: Data, complete: Sequence[Data] = ()) -> list[Table]:
+    """Per data set: models ranked under attack, and their certificates.
+
+    ``complete`` has the rows of complete verification.
+    """
     made = []
     for dataset, protocol in PROTOCOLS.items():
         rows = [row for row in content["rows"] if row["dataset"] == dataset]
         if rows:
-            made.append(_ranking(dataset, protocol, rows))
-    return made
+            made += [
+                _attacked(dataset, protocol, rows),
+                _certified(dataset, protocol, rows, complete),
+            ]
+    return [table for table in made if table.rows]
 
 
-def _ranking(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
-    radii, proofs = [f"{r:g}" for r in protocol.radii], [f"{r:g}" for r in protocol.certified]
+def _attacked(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
+    radii = [f"{r:g}" for r in protocol.radii]
     columns: list[list[float | None]] = [[row["clean"] for row in rows]]
     columns += [[row["attack"]["accuracy"][r] for row in rows] for r in radii]
-    columns += [[row["certificate"].get("accuracy", {}).get(r) for row in rows] for r in proofs]
     cells = [*map(_marked, columns)]
-    head = ["#", "model", "network (weights)", "images: attack; certificate", "clean"]
-    head += [f"robust {r}" for r in radii] + [f"certified {r}" for r in proofs]
+    head = ["#", "model", "network (weights)", "images", "clean", *radii, "reliable"]
     body = [
         [
             str(place + 1),
-            f"{row['name']} ({row['authors']})",
+            f"`{row['name']}` ({row['authors']})" + ("" if is_latest(row) else " †"),
             f"{row['architecture']} ({row['weights']:,})",
-            f"{row['images']:,}; {row['certificate'].get('images') or 'none'}",
+            f"{row['images']:,}",
             *(column[place] for column in cells),
             "no" if row["flags"] else "yes",
         ]
         for place, row in enumerate(rows)
     ]
-    return Table([*head, "reliable"], body, f"{dataset_info(dataset).title}, accuracies in percent")
+    return Table(head, body, f"{dataset_info(dataset).title}: robust accuracy in percent, by eps")
+
+
+def is_latest(row: Data) -> bool:
+    """Whether a row was measured by the present version of the attack."""
+    return bool(row["attack"].get("version_number") == VERSION)
+
+
+def _certified(
+    dataset: str, protocol: Protocol, rows: Sequence[Data], complete: Sequence[Data]
+) -> Table:
+    radii = [f"{r:g}" for r in protocol.certified]
+    shown = [row for row in rows if "accuracy" in row.get("certificate", {})]
+    cells = [_marked([row["certificate"]["accuracy"][r] for row in shown]) for r in radii]
+    body = [
+        [
+            f"`{row['name']}`",
+            f"{row['certificate']['images']:,}",
+            f"{100 * row['certificate']['clean']:.1f}",
+            *(column[place] for column in cells),
+            "; ".join(
+                f"{100 * found['proved']:.1f} at {found['eps']:g} ({found['images']:,})"
+                for found in complete
+                if found["model"] == row["name"]
+            )
+            or None,
+        ]
+        for place, row in enumerate(shown)
+    ]
+    head = ["model", "images", "clean", *radii, "complete verification (images)"]
+    return Table(
+        head, body, f"{dataset_info(dataset).title}: certified accuracy in percent, by eps"
+    )
+
+
+def predecessors(content: Data, others: Data) -> Table:
+    """The best of the predecessors' attacks on public networks, and ours on the same digits."""
+    radii, body = PROTOCOLS["mnist"].radii, []
+    for row in content["rows"]:
+        cells: list[str | None] = []
+        for place, eps in enumerate(radii):
+            key = {"model": row["name"], "eps": eps}
+            tried = [r for r in others["rows"] if all(r[k] == v for k, v in key.items())]
+            best = min(tried, key=lambda r: (-r["images"], r["robust"]), default=None)
+            ours = None if best is None else robust(row, place, best["images"])
+            cells.append(
+                None
+                if best is None or ours is None
+                else f"{best['robust']:.1f} ({SHORT[best['method']]}) / {100 * ours:.1f}"
+            )
+        if any(cells):
+            body.append([f"`{row['name']}`", *cells])
+    title = (
+        f"Best of three predecessors' attacks ({others['steps']} steps) / StandardAttack, by eps"
+    )
+    return Table(["network", *map("{:g}".format, radii)], body, title)
+
+
+def robust(row: Data, place: int, images: int) -> float | None:
+    """Robust accuracy at a radius of the protocol on the first images of a row, if they are known."""
+    if images == row["images"]:
+        return float(row["attack"]["accuracy"][f"{PROTOCOLS[row['dataset']].radii[place]:g}"])
+    first = row.get("outcomes", "")[:images]
+    right = sum(outcome != WRONG and int(outcome) > place for outcome in first)
+    return right / images if len(first) == images else None
 
 
 def _marked(values: Sequence[float | None]) -> list[str | None]:
@@ -57,79 +126,32 @@ def _marked(values: Sequence[float | None]) -> list[str | None]:
     return [f"**{s}**" if s is not None and s == top else s for s in shown]
 
 
-def claims(content: Data, own: Data | None = None) -> Table | None:
-    """What was published about a model, what the attack behind it leaves here (``own``), and what ours leaves."""
-    board, body = {row["name"]: row for row in content["rows"]}, []
-    here = {row["name"]: row for row in own["rows"]} if own else {}
-    for claim in (*published.AUTHORS, *published.OTHERS):
-        row = board.get(claim.model)
-        if row is None:
-            continue
-        left = row["attack"]["accuracy"]
-        eps = max(float(r) for r in left if float(r) <= claim.eps)
-        # As their authors did it: one model has its threshold in front of the attack, not inside the network.
-        again, sources = (
-            here.get(f"{claim.model}-before", here.get(claim.model)),
-            ("text", "scripts"),
-        )
-        recomputed = None
-        if again is not None and claim in published.AUTHORS:
-            recomputed = "; ".join(
-                f"{percent(accuracy_at(again[s], claim.eps))} ({s})" for s in sources
-            )
-        said = f"{percent(claim.accuracy)} at eps {claim.eps:g}"
-        ours = f"{percent(left[f'{eps:g}'])}" + (
-            "" if eps == claim.eps else f" (already at {eps:g})"
-        )
-        body.append([claim.model, said, claim.place, recomputed, ours])
-    head = [
-        "model",
-        "published",
-        "where",
-        "that attack, run here",
-        "`StandardAttack`, same eps",
+def page(content: Data, results: Path) -> str:
+    """The page of a board, with what else is known in a folder of results."""
+    complete = [
+        row
+        for dataset in PROTOCOLS
+        for row in _known(results / f"complete_{dataset}.json").get("rows", ())
     ]
-    return Table(head, body, "Published and measured: accuracy under attack") if body else None
-
-
-def decided(content: Data) -> Table:
-    """What complete verification says about the images of each model at each radius, and what it takes."""
-    head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
-    body = [
-        [
-            f"`{row['model']}`",
-            f"{row['eps']:g}",
-            f"{row['images']:,}",
-            *(percent(row[key]) for key in ("clean", "broken", "proved")),
-            f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
-            f"{row['seconds_mean']:.2f}",
-            f"{row['seconds_worst']:.1f}",
-        ]
-        for row in content["rows"]
-    ]
-    return Table([*head, "mean time (s)", "worst time (s)"], body)
-
-
-def page(content: Data, own: Data | None = None) -> str:
-    """The page of a board; ``own`` is the stored recipe ``authors-weights``."""
-    shown = [*tables(content), claims(content, own)]
-    flags = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
+    others = _known(results / "predecessors.json")
+    shown = tables(content, complete) + ([predecessors(content, others)] if others else [])
+    notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
+    if not all(map(is_latest, content["rows"])):
+        notes.append("† measured with an earlier version of the attack.")
     parts = (
         template("leaderboard.md"),
-        *(table.markdown() for table in shown if table),
-        "\n".join(flags),
+        *(table.markdown() for table in shown if table.rows),
+        "\n".join(notes),
         template("submission.md"),
     )
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def beside(results: Path) -> Data | None:
-    """The stored recipe ``authors-weights`` of a folder of results."""
-    claimed = results / "paper" / "authors-weights.json"
-    return read_json(claimed)["data"] if claimed.is_file() else None
+def _known(path: Path) -> Data:
+    return read_json(path) if path.is_file() else {}
 
 
 def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     """Write the page beside the documentation."""
-    write_whole(to, page(filled(board), beside(board.parent)).encode())
+    write_whole(to, page(filled(board), board.parent).encode())
     return to

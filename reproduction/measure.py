@@ -242,6 +242,7 @@ def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Att
         subject.sha256,
         provenance.fingerprint(x, y),
         describe(attack),
+        attack.describe(),
         shop.settings.seed,
         x.device.type,
     ]

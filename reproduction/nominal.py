@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from reproduction import published
 from reproduction.measure import predicted
 from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Workshop
 from wball.data import dataset_info
-
-if TYPE_CHECKING:
-    pass
 
 
 def measure(shop: Workshop) -> Data:
@@ -23,8 +18,7 @@ def measure(shop: Workshop) -> Data:
         except FileNotFoundError as error:
             shop.missing[dataset] = str(error)
             continue
-        ours = published.OURS[dataset]
-        entries = {e.name: e for e in (*models, *([ours] if shop.has(ours.name) else []))}
+        entries = {entry.name: entry for entry in models}
         for subject in shop.subjects(*entries):
             entry = entries[subject.name]
             accuracy = float((predicted(subject.model, x) == y).double().mean())

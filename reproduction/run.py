@@ -91,11 +91,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
             "provenance": {
                 "command": command(name, settings),
                 "commit": shop.commit,
-                **(
-                    {"earlier_commits": earlier}
-                    if (earlier := sorted(shop.commits - {shop.commit}))
-                    else {}
-                ),
+                "earlier_commits": sorted(shop.commits - {shop.commit}),
                 "device": provenance.device_name(shop.device),
                 "kernel": WassersteinBall(0.1).kernel(x),
                 "platform": f"{platform.system()} {platform.machine()}",
@@ -131,20 +127,15 @@ def stored(out: Path) -> dict[str, dict[str, Any]]:
     for name in RECIPES:
         path = out / f"{name}.json"
         if path.is_file():
-            found[name] = _read(path, name)
+            found[name] = _read(path)
     return found
 
 
-def _read(path: Path, name: str) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     content = read_json(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is not a result of this version: expected the format {FORMAT!r}; run it again"
-        )
-    if content.get("recipe") != name:
-        raise ValueError(
-            f"{path} is a result of the recipe {content.get('recipe')!r}; run {name!r} again"
-        )
+    wanted = {"format": FORMAT, "recipe": path.stem}
+    if not isinstance(content, dict) or not wanted.items() <= content.items():
+        raise ValueError(f"{path} is not a result of this version: expected {wanted}; run it again")
     return content
 
 
@@ -161,7 +152,7 @@ def draw(
             raise FileNotFoundError(
                 f"no {path}; run `python -m reproduction {name} --out {out}` first"
             )
-        figure = made.draw(_read(path, name)["data"])
+        figure = made.draw(_read(path)["data"])
         for kind in kinds:
             paths.append(save_figure(figure, (into or out) / f"{name}.{kind}", dpi=160))
     return paths

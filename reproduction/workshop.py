@@ -185,14 +185,21 @@ class Workshop:
     def has(self, name: str) -> bool:
         """Whether a model is there without training and without a download."""
         if name in self.public:
-            return (models_folder(self.settings.models) / self.public[name].file).is_file()
+            return (self._public_folder(name) / self.public[name].file).is_file()
         return name in list_models() or self._stored(name) is not None
+
+    def _public_folder(self, name: str) -> Path:
+        """The models' folder if it has the weights, otherwise the one of ``WBALL_MODELS``."""
+        given = self.settings.models
+        if given is not None and (given / self.public[name].file).is_file():
+            return given
+        return models_folder()
 
     def _find(self, name: str) -> tuple[nn.Module, str, str]:
         if name in list_models():
             return load_model(name), str(model_card(name)["architecture"]), "zoo"
         if (public := self.public.get(name)) is not None:
-            weights = public.weights(self.settings.models)
+            weights = public.weights(self._public_folder(name))
             return (
                 load_weights(build_model(public.architecture), weights),
                 public.architecture,

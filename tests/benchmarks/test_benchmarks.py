@@ -14,7 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from benchmarks import calls, growth, inputs, masks, photos, proofs, public, soundness, validity
+from benchmarks import (
+    calls,
+    growth,
+    inputs,
+    masks,
+    photos,
+    predecessors,
+    proofs,
+    public,
+    soundness,
+    validity,
+)
 from benchmarks.masked import MASKS
 
 CALLS = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1"]
@@ -97,6 +108,20 @@ def test_public_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     words += ["--models", str(tmp_path / "weights"), "--data", str(tmp_path)]
     (row,) = measured(public.main, tmp_path / "p.json", *words)["rows"]
     assert row["eps"] == 0.25 and 0 <= row["robust"] <= 100 and "reliable" in row
+
+
+@pytest.mark.parametrize("method", predecessors.METHODS)
+def test_predecessors_stay_within_the_budget_and_break_digits(method: str) -> None:
+    net, (x, y) = wball.load_model("mnist-standard").eval(), digits()
+    attack = predecessors.METHODS[method](x, 0.5)
+    for number in range(2):
+        attack.step(torch.randn_like(x).clamp(-1, 1), number)
+    z = attack.images()
+    torch.testing.assert_close(z.sum((1, 2, 3)), x.sum((1, 2, 3)))
+    wide = wball.WassersteinBall(0.5, box=(0.0, 100.0))
+    assert (wide.distance(x, z) <= 0.5001).all() and (wide.distance(x, z) > 0.1).all()
+    found, rejected = predecessors.broken(net, x, y, 0.5, method, steps=20)
+    assert found.any() and rejected == 0
 
 
 def test_proofs(tmp_path: Path) -> None:

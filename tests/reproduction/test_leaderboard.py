@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from reproduction.leaderboard import (
     run,
     submitted,
 )
-from reproduction.leaderboard_page import beside, claims, page, tables, write_page
+from reproduction.leaderboard_page import page, predecessors, robust, tables, write_page
 from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
 
@@ -60,11 +61,17 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> Protocol:
 
 
 def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
-    settings: Settings, protocol: Protocol, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: Settings,
+    protocol: Protocol,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shop, board = Small(settings), tmp_path / "board.json"
-    assert run(protocol.models, settings, board, shop=shop) == ["absent"]
+    assert run(protocol.models, settings, board, shop=shop, minutes=0.0) == ["absent"]
     assert "absent is left out: no such weights" in capsys.readouterr().out
+    assert not read(board)["rows"]  # the time was over before the first part
+    run(protocol.models, settings, board, shop=shop)
     rows = {row["name"]: row for row in read(board)["rows"]}
     assert set(rows) == {"levine2020-mnist-flow-0.01", "mnist-certified"}
     x, y = shop.test_images("mnist", 12, 12)
@@ -75,6 +82,10 @@ def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
     assert row["images"] == 12 and row["clean"] == 1.0 and row["weights"] == 2 * 36 + 2
     assert row["attack"]["accuracy"] == {f"{r:g}": result.accuracy_at(r) for r in protocol.radii}
     assert row["attack"]["audit"]["valid"] == int(result.broken_at(0.2).sum()) > 0
+    for place, r in enumerate(protocol.radii):
+        assert robust(row, place, 12) == result.accuracy_at(r)
+        first = float((~result.broken_at(r)[:7]).double().mean())
+        assert robust(row, place, 7) == pytest.approx(first)
     proofs, few = row["certificate"], leaderboard.QUICK_PROOFS
     for eps in protocol.certified:
         proof = wball.certify(
@@ -83,26 +94,23 @@ def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
         assert proofs["accuracy"][f"{eps:g}"] == pytest.approx(
             float(proof.certified.double().mean())
         )
-    left = float((~result.broken_at(0.05)[:few]).double().mean())
-    assert proofs["undecided"] == {"0.05": pytest.approx(left - proofs["accuracy"]["0.05"])}
-    assert (
-        proofs["contradictions"] == 0
-        and row["smoothing"] is None
-        and row["authors"] == "this library"
-    )
+    assert proofs["clean"] == 1.0 and proofs["contradictions"] == 0
+    assert row["smoothing"] is None and row["authors"] == "this library"
     smooth = rows["levine2020-mnist-flow-0.01"]["smoothing"]
-    assert smooth["scale"] == pytest.approx(0.01 / 2**0.5) and smooth["alpha"] == 0.05
-    assert all(smooth["authors"][r] <= smooth["tight"][r] <= 1.0 for r in ("0.01", "0.05"))
-    assert (
-        row["provenance"]["command"]
-        == "python -m reproduction leaderboard mnist-certified --data-dir DATA --quick --seed 0"
-    )
+    assert len(smooth["noises"]) == len(leaderboard.NOISES) and smooth["alpha"] == 0.05
+    for found in smooth["noises"].values():
+        assert all(found["authors"][r] <= found["tight"][r] <= 1.0 for r in ("0.01", "0.05"))
     run(["mnist-certified"], settings, board, shop=shop)  # it is there, and nothing is measured
-    assert "mnist-certified is on the board" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("mnist-certified: ") >= 3
+    assert read(board)["rows"] == [*rows.values()]
+    monkeypatch.setattr("wball.attacks.standard.VERSION", 99)
+    run(["mnist-certified"], settings, board, shop=shop, parts=["attack"])
+    (again,) = (row for row in read(board)["rows"] if row["name"] == "mnist-certified")
+    assert again["attack"]["version_number"] == 99 and again["certificate"] == proofs
 
 
 def test_a_proof_that_an_example_contradicts_is_told(
-    settings: Settings, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, protocol: Protocol, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shop = Small(settings)
     x, y = shop.test_images("mnist", 12, 12)
@@ -111,12 +119,16 @@ def test_a_proof_that_an_example_contradicts_is_told(
         "certified",
         lambda shop, subject, x, y, method, radii: (torch.full((len(x),), 0.3), 1.0),
     )
-    row = leaderboard.measured(shop, shop.subject("mnist-certified"), "mnist", x, y)
+    monkeypatch.setattr(
+        leaderboard, "PROTOCOLS", {"mnist": replace(protocol, certified=(0.01, 0.3))}
+    )
+    row = leaderboard.measured(shop, shop.subject("mnist-certified"), x, y, "certificate")
     count = row["certificate"]["contradictions"]
     assert count > 0 and row["flags"][-1] == f"{count} examples in certified balls"
-    (table,) = tables({"rows": [row]})
+    monkeypatch.setattr("reproduction.leaderboard_page.PROTOCOLS", leaderboard.PROTOCOLS)
+    table, _ = tables({"rows": [row]})
     assert table.rows[0][-1] == "no" and f"**{count} examples in certified balls**" in page(
-        {"rows": [row]}
+        {"rows": [row]}, tmp_path
     )
 
 
@@ -144,8 +156,8 @@ def row(name: str, *accuracies: float, **changes: object) -> Data:
     shares = {f"{r:g}": 0.5 for r in proofs}
     made["certificate"] = {
         "accuracy": shares,
-        "undecided": {"0.05": 0.1, "0.1": 0.2},
         "images": 1000,
+        "clean": 0.97,
         "contradictions": 0,
     }
     origin = {
@@ -175,50 +187,34 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     )
     content = read(board)
     assert [r["name"] for r in content["rows"]] == ["strong", "weak", "large"]
-    (table,) = tables(content)
-    assert [r[0] for r in table.rows] == ["1", "2", "3"] and table.rows[0][1] == "strong (A 2020)"
+    complete = [{"model": "weak", "eps": 0.1, "proved": 0.123, "images": 300}]
+    table, proofs = tables(content, complete)
+    assert [r[0] for r in table.rows] == ["1", "2", "3"]
+    assert table.rows[0][1] == "`strong` (A 2020) †"  # by a version that the row does not name
     first = dict(zip(table.head, table.rows[0], strict=True))
-    assert first["robust 0.05"] == "80.0" and first["robust 0.1"] == "**70.0**"
-    second, third = (dict(zip(table.head, r, strict=True)) for r in table.rows[1:])
-    assert (
-        second["robust 0.05"] == "**90.0**"
-        and second["robust 0.3"] == "0.0"
-        and second["reliable"] == "yes"
-    )
-    assert third["certified 0.1"] is None and third["images: attack; certificate"] == "10,000; none"
+    assert first["0.05"] == "80.0" and first["0.1"] == "**70.0**"
+    second = dict(zip(table.head, table.rows[1], strict=True))
+    assert second["0.05"] == "**90.0**" and second["0.3"] == "0.0" and second["reliable"] == "yes"
+    assert [r[0] for r in proofs.rows] == ["`strong`", "`weak`"]
+    assert [r[-1] for r in proofs.rows] == [None, "12.3 at 0.1 (300)"]
     said = write_page(board, tmp_path / "page.md").read_text()
-    assert "| weak (" in said and "## Add a model" in said
+    assert "| `weak` (" in said and "## Add a model" in said
     enter(board, row("weak", 0.9, 0.9, 0.9, 0.9, 0.9))  # measured again
     assert [r["name"] for r in read(board)["rows"]] == ["weak", "strong", "large"]
     assert ranked([row("b", *[0.0] * 5), row("a", *[0.0] * 5)])[0]["name"] == "a"
 
 
-def test_published_and_measured() -> None:
+def test_predecessors_are_compared_on_the_same_digits() -> None:
     content = {"rows": [row("wong2019-mnist-adversarial", 0.02, 0.005, 0.0, 0.0, 0.0)]}
-    table = claims(content)
-    assert table is not None and len(table.rows) == 4
-    first = dict(zip(table.head, table.rows[0], strict=True))
-    assert (
-        first["published"] == "86.0 % at eps 1"
-        and first["`StandardAttack`, same eps"] == "0.0 % (already at 0.5)"
-    )
-    assert first["that attack, run here"] is None
-    assert [r[1] for r in table.rows[1:]] == [
-        "49.7 % at eps 0.1",
-        "8.5 % at eps 0.25",
-        "2.1 % at eps 0.5",
+    tried = {"model": "wong2019-mnist-adversarial", "eps": 0.1, "images": 10_000}
+    others = [
+        {**tried, "method": "pgd", "robust": 1.2},
+        {**tried, "method": "sinkhorn", "robust": 49.1},
+        {**tried, "method": "pgd", "robust": 0.1, "images": 10},
+        {**tried, "method": "pgd", "robust": 0.1, "images": 10, "eps": 0.05},
     ]
-    assert [r[4] for r in table.rows[1:]] == ["0.5 %", "0.0 % (already at 0.2)", "0.0 %"]
-    points = {"curve": [{"eps": 0.0, "accuracy": 1.0}, {"eps": 0.9, "accuracy": 0.7}]}
-    own = {"rows": [{"name": "wong2019-mnist-adversarial", "text": points, "scripts": points}]}
-    told = claims(content, own)
-    assert told is not None and [r[3] for r in told.rows] == [
-        "70.0 % (text); 70.0 % (scripts)",
-        None,
-        None,
-        None,
-    ]
-    assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
+    (cells,) = predecessors(content, {"steps": 300, "rows": others}).rows
+    assert cells[1:] == [None, "1.2 (Wu, PGD) / 0.5", None, None, None]
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +224,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "python -m reproduction leaderboard NAME" in capsys.readouterr().err
     enter(file, row("some", 0.9, 0.1, 0.0, 0.0, 0.0))
     assert main(["leaderboard", *board]) == 0
-    assert "some (A 2020)" in capsys.readouterr().out
-    assert write_page(file, tmp_path / "p.md").read_text() == page(read(file))
+    assert "`some` (A 2020)" in capsys.readouterr().out
+    assert write_page(file, tmp_path / "p.md").read_text() == page(read(file), tmp_path)
     write_json(file, {"format": "other"})
     assert main(["leaderboard", *board]) == 2
     assert "not a leaderboard of this version" in capsys.readouterr().err
@@ -266,7 +262,7 @@ def test_quick_runs_take_what_needs_no_download(
 def test_the_committed_page_is_what_the_committed_board_says() -> None:
     board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
     content = read(board)
-    wanted = page(content, beside(ROOT / "results"))
+    wanted = page(content, ROOT / "results")
     assert written.read_text(encoding="utf-8") == wanted, (
         "docs/leaderboard.md is stale: run `python -m reproduction leaderboard page`"
     )
@@ -276,3 +272,5 @@ def test_the_committed_page_is_what_the_committed_board_says() -> None:
             and entry["attack"]["audit"]["disagreements"] == []
         )
         assert not entry["quick"] and entry["images"] >= 20
+        proved = entry["certificate"].get("accuracy", {"": 0.0}).values()
+        assert max(proved) <= entry["certificate"].get("clean", 1.0)
