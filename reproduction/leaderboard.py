@@ -163,8 +163,8 @@ def is_current(shop: Workshop, row: Data | None, part: str, images: int) -> bool
     if row is None or part not in row:
         return False
     if part == "attack":
-        version = "fast" if shop.quick else "standard"
-        now = StandardAttack(WassersteinBall(1.0), version=version).describe()
+        ball = WassersteinBall(1.0)
+        now = StandardAttack(ball, version="fast" if shop.quick else "standard").describe()
         same = all(row[part].get(k) == now[k] for k in ("version_number", "members"))
         return same and row["images"] >= images
     known = row[part]
