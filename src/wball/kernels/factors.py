@@ -1,4 +1,5 @@
-r"""A plan in factors in compiled loops: what its pixels exchange, and its repair into the box.
+r"""A plan in factors in compiled loops: its price, what its pixels exchange, and its repair into the
+box.
 
 ``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.dispatch`), with factors
 ``give_i`` and ``keep_{i+k}`` on the moves away from a pixel. Loops run over the image between
@@ -46,6 +47,20 @@ class Factors(NamedTuple):
     kept: Any
     had: Any
     tmp: Any
+
+
+class PlanLines(NamedTuple):
+    """Rows of a plan: their mass, the normalisers of the last price, and scratch. For each distinct
+    cost, the sum of ``E`` over its moves is a row of ``work`` from ``ring`` on, from ``start``
+    on."""
+
+    x: Any
+    work: Any
+    ring: int
+    start: int
+    norm: Any
+    first: Any
+    second: Any
 
 
 class Box(NamedTuple):
@@ -103,6 +118,56 @@ def weights(fee, psi, out):  # type: ignore[no-untyped-def]
     """``w_k``; 0 for the moves that fill up a ring."""
     for k in range(fee.size):
         out[k] = math.exp(-psi * fee[k]) if fee[k] < math.inf else 0.0
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _moments(lines, psi, ring_cost):  # type: ignore[no-untyped-def]
+    """Cost of the plan at ``psi`` and minus its derivative; sets ``norm``."""
+    x, norm, first, second = lines.x, lines.norm, lines.first, lines.second
+    for i in range(x.size):
+        norm[i] = first[i] = second[i] = 0.0
+    for d in range(ring_cost.size):
+        ring, c = lines.work[lines.ring + d, lines.start : lines.start + x.size], ring_cost[d]
+        w = math.exp(-psi * c)
+        for i in range(x.size):
+            t = w * ring[i]
+            norm[i] += t
+            first[i] += c * t
+            second[i] += c * c * t
+    cost, slope = 0.0, 0.0
+    for i in range(x.size):
+        scale = 1.0 / max(norm[i], TINY)
+        mean = first[i] * scale
+        cost += x[i] * mean
+        slope += x[i] * max(second[i] * scale - mean * mean, 0.0)
+    return cost, slope
+
+
+@compiled(inner=True)
+def solve_price(lines, psi, budget, ring_cost, newton, tol, miss):  # type: ignore[no-untyped-def]
+    """The root of ``cost(psi) = budget``. The cost falls about exponentially in the price, so
+    Newton's method runs on its logarithm, kept in a bracket: ``low`` costs too much, ``high`` does
+    not.
+
+    The budget left may be a share ``tol`` of the budget, and may be worth ``miss``. Returns the
+    price and the cost.
+    """
+    low, high = -1.0, math.inf
+    for attempt in range(newton + 1):
+        cost, slope = _moments(lines, psi, ring_cost)
+        tolerance = min(max(miss / max(psi * budget, TINY), 4e-15), tol)
+        found = cost <= budget and (cost >= budget * (1 - tolerance) or psi == 0.0)
+        if found or attempt == newton:
+            break
+        low, high = (low, psi) if cost <= budget else (psi, high)
+        step = -1.0
+        if cost > 0.0 and slope > 0.0:
+            step = max(psi + cost * math.log(cost / (budget * (1 - tolerance / 2))) / slope, 0.0)
+        if low < step < min(high, 100 * psi + 100):
+            psi = step
+        else:
+            psi = 2 * psi + 1 if math.isinf(high) else (max(low, 0.0) + high) / 2
+    return psi, cost
 
 
 @compiled(inner=True, fastmath=EXACT)

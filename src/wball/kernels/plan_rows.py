@@ -1,8 +1,7 @@
 """A plan in factors in plain torch, for the references: its rows, the price it is made at, its
 repair into the box.
 
-For whole batches and any moves; compiled loops have :mod:`wball.kernels.price` and
-:mod:`wball.kernels.factors`.
+For whole batches and any moves; compiled loops have :mod:`wball.kernels.factors`.
 """
 
 from __future__ import annotations
@@ -28,32 +27,6 @@ could still make up for it."""
 
 def image_sums(values: Tensor) -> Tensor:
     return values.sum((-3, -2, -1), dtype=torch.float64)
-
-
-def newton_step(
-    psi: Tensor,
-    low: Tensor,
-    high: Tensor,
-    cost: Tensor,
-    slope: Tensor,
-    budget: Tensor,
-    tolerance: float | Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One bracketed step towards the price at which ``cost`` is just below ``budget``.
-
-    The cost falls about exponentially in the price, so Newton's method runs on its logarithm;
-    ``slope`` is minus the derivative of the cost. Returns the price, kept where it is found, the
-    bracket, and where it is found.
-    """
-    inside = cost <= budget
-    found = inside & ((cost >= budget * (1 - tolerance)) | (psi == 0))
-    low, high = torch.where(inside, low, psi), torch.where(inside, psi, high)
-    step = psi + (cost * torch.log(cost / (budget * (1 - tolerance / 2))) / slope).to(psi.dtype)
-    step = step.clamp(min=0.0)  # not a number where nothing moves
-    middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
-    # Cap the step: a slope lost to underflow would make it huge.
-    step = torch.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
-    return torch.where(found, psi, step), low, high, found
 
 
 class PlanRows:
@@ -92,7 +65,8 @@ class PlanRows:
     ) -> Tensor:
         """The ``psi >= 0`` at which the plan meets the budget, from the side below it.
 
-        ``tolerance``, relative to the budget, may depend on the price.
+        The cost falls about exponentially in the price, so Newton's method runs on its logarithm,
+        kept in a bracket. ``tolerance``, relative to the budget, may depend on the price.
         """
         low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
         ring_cost = self.moves.ring_cost
@@ -102,7 +76,17 @@ class PlanRows:
             mean = (share * ring_cost).sum(0)
             variance = (share * (ring_cost - mean).square()).sum(0)
             cost, slope = image_sums(self.x * mean), image_sums(self.x * variance)
-            psi, low, high, found = newton_step(psi, low, high, cost, slope, budget, tolerance(psi))
+            precise = tolerance(psi)
+            inside = cost <= budget
+            found = inside & ((cost >= budget * (1 - precise)) | (psi == 0))
+            low, high = torch.where(inside, low, psi), torch.where(inside, psi, high)
+            logarithm = torch.log(cost / (budget * (1 - precise / 2)))
+            step = psi + (cost * logarithm / slope).to(psi.dtype)
+            step = step.clamp(min=0.0)  # not a number where nothing moves
+            middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
+            # Cap the step: a slope lost to underflow would make it huge.
+            usable = (step > low) & (step < high) & (step < 100 * psi + 100)
+            psi = torch.where(found, psi, torch.where(usable, step, middle))
             if bool(found.all()):
                 break
         self.at(psi)

@@ -38,13 +38,14 @@ from wball.kernels.factors import (
     Box,
     Factors,
     Flat,
+    PlanLines,
     correlate,
     mass_box,
     receive,
     repair,
+    solve_price,
     weights,
 )
-from wball.kernels.price import PlanLines, solve_price
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _BEFORE = range(13)

@@ -21,7 +21,6 @@ from wball.cost import StencilMoves
 from wball.kernels.compiled import compiled
 from wball.kernels.dispatch import split
 from wball.kernels.linear_maximum import LinearMaximum
-from wball.kernels.price import crossing
 
 NOWHERE = -1e30
 FAST = {"contract", "nsz", "reassoc"}
@@ -184,6 +183,19 @@ def _from_beyond(beyond, fee, psi):  # type: ignore[no-untyped-def]
     return value, cost
 
 
+@compiled(inner=True)
+def _crossing(low, value_low, slope_low, high, value_high, slope_high):  # type: ignore[no-untyped-def]
+    """Where the two lines meet that bound a convex function from below at the ends of the
+    bracket."""
+    drop = slope_high - slope_low
+    meet = (
+        (value_low - value_high + slope_high * high - slope_low * low) / drop
+        if drop > 0.0
+        else high
+    )
+    return min(max(meet, low), high)
+
+
 @compiled(inner=True, fastmath=FAST)
 def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
     """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and its bracket."""
@@ -211,7 +223,7 @@ def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
     for k in range(aim.rounds):
         if bracketed:
             slope_low, slope_high = budget - cost_low, budget - cost_high
-            meet = crossing(low, value_low, slope_low, high, value_high, slope_high)
+            meet = _crossing(low, value_low, slope_low, high, value_high, slope_high)
             if best - (value_low + slope_low * (meet - low)) <= aim.tol * (best - still):
                 break
             psi = 0.5 * (low + high) if k % 3 == 2 else meet

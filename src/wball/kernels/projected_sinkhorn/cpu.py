@@ -25,12 +25,13 @@ from wball.kernels.factors import (
     Box,
     Factors,
     Flat,
+    PlanLines,
     correlate,
     mass_box,
     repair,
+    solve_price,
     weights,
 )
-from wball.kernels.price import PlanLines, solve_price
 from wball.kernels.projected_sinkhorn import (
     DOUBT,
     EXACT_SLACK,
@@ -193,11 +194,13 @@ def _arrive(work, pad, n, scale, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _lay_out(work, x, w, u, tau, box, rows, columns, ones, ring):  # type: ignore[no-untyped-def]
+def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
     """Fill the working memory. Returns the places of rows with mass and of columns they reach,
     there and in the image."""
+    x, w, u = image
+    rows, columns, ring = moves.rows, moves.columns, moves.ring
     channels, full_height, full_width = x.shape
-    top, bottom, left, right = box
+    top, bottom, left, right = mass_box(x)
     rr, rc = 0, 0
     for k in range(rows.size):
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
@@ -272,12 +275,11 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
     fees = np.where(fee < math.inf, fee, 0.0)
     least = math.log(lo) if lo > 0.0 else -math.inf
     for m in range(x.shape[0]):
-        box, heat = mass_box(x[m]), tau[m]
-        single = box[1] == 0 or budget[m] <= 0.0
+        heat, flat_x, flat_w = tau[m], x[m].reshape(-1), w[m].reshape(-1)
+        mass, at_centre = flat_x.sum(), 0.5 * ((flat_w - flat_x) ** 2).sum()
+        single = mass <= 0.0 or budget[m] <= 0.0
         out[0, m] = x[m]
         out[1, m] = u[m] if single else w[m]
-        flat_x, flat_w = x[m].reshape(-1), w[m].reshape(-1)
-        mass, at_centre = flat_x.sum(), 0.5 * ((flat_w - flat_x) ** 2).sum()
         numbers[m, _PSI], numbers[m, _OBJECTIVE], numbers[m, _ALLOWED] = (
             psi[m],
             at_centre,
@@ -289,7 +291,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             continue
 
         n, pad, width, lit, lit_spots, reached, spots = _lay_out(
-            work, x[m], w[m], u[m], heat, box, rows, columns, ones, ring
+            work, (x[m], w[m], u[m]), heat, moves, ones
         )
         shift, count = rows * width + columns, reached.size
         flat = Flat(pad, n, shift, -shift, fee, ring[1])

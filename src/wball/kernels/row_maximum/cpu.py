@@ -116,21 +116,19 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
         far, elsewhere = (
             t.detach().to(torch.float64).contiguous().numpy() for t in (field.far, field.elsewhere)
         )
+    effort = _Effort(float(problem.step), rounds)
     out, psi = np.empty((2, count))
 
     def work(start: int, stop: int) -> None:
-        _fields(
-            *given, cost, far, elsewhere, budget, float(problem.step), rounds, start, stop, out, psi
-        )
+        _fields(given, cost, (far, elsewhere), (budget, effort), start, stop, out, psi)
 
     split(count, work, 2 * channels * options * field.mass.shape[2])
     return torch.from_numpy(out), torch.from_numpy(psi)
 
 
 @compiled(fastmath=FAST)
-def _fields(  # type: ignore[no-untyped-def]
-    worth, stay, mass, fee, far, elsewhere, budget, step, rounds, start, stop, out, psi
-):
+def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    (worth, stay, mass), (far, elsewhere), (budget, effort) = given, outside, limits
     channels, options, sources = worth.shape[1:]
     most = channels * sources
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
@@ -146,7 +144,7 @@ def _fields(  # type: ignore[no-untyped-def]
                         whole = whole and not np.isnan(worth[n, c, k, s])
                     count += 1
         beyond = Beyond(far[n], elsewhere[n])
-        found = search(held, count, beyond, Aim(budget[n], step, rounds, _TOL))
+        found = search(held, count, beyond, Aim(budget[n], effort.step, effort.rounds, _TOL))
         out[n], psi[n] = (
             found.value if whole else np.nan,
             found.psi,
