@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -65,41 +66,48 @@ def test_rounding_outside_the_box_is_clipped() -> None:
 
 
 @pytest.mark.parametrize("make", [wball.WassersteinBall, wball.LinfBall])
-def test_bad_radii_are_refused(make: Callable[..., wball.WassersteinBall | wball.LinfBall]) -> None:
-    with pytest.raises(ValueError, match=r"eps must be finite and >= 0, got -0\.1"):
-        make(-0.1)
-    with pytest.raises(ValueError, match="eps must be finite"):
-        make(float("nan"))
-    with pytest.raises(ValueError, match="eps must be finite"):
-        make(torch.tensor([0.1, -0.2]))
-    with pytest.raises(ValueError, match="1-D"):
-        make(torch.zeros(2, 2))
-    with pytest.raises(TypeError, match="eps must be a number"):
-        make("large")
-    with pytest.raises(ValueError, match="3 values for 2 images"):
-        make(torch.tensor([0.1, 0.2, 0.3])).project(image(), image())
-    with pytest.raises(ValueError, match="0 <= lo < hi"):
-        make(0.1, box=(1.0, 0.0))
-    with pytest.raises(TypeError, match="pair"):
-        make(0.1, box=3)
+@pytest.mark.parametrize(
+    ("eps", "box", "text"),
+    [
+        (-0.1, None, r"eps must be finite and >= 0, got -0\.1"),
+        (float("nan"), None, "eps must be finite"),
+        (torch.tensor([0.1, -0.2]), None, "eps must be finite"),
+        (torch.zeros(2, 2), None, "1-D"),
+        ("large", None, "eps must be a number"),
+        (torch.tensor([0.1, 0.2, 0.3]), None, "3 values for 2 images"),
+        (0.1, (1.0, 0.0), "0 <= lo < hi"),
+        (0.1, 3, "pair"),
+    ],
+)
+def test_bad_radii_and_boxes_are_refused(
+    make: Callable[..., wball.WassersteinBall | wball.LinfBall], eps: object, box: object, text: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        make(eps, box=box).project(image(), image())
 
 
-def test_bad_settings_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        *(({"reg": reg}, "reg must be > 0") for reg in (0.0, -1.0, float("nan"))),
+        ({"tol": 0.0}, "tol must be > 0"),
+        ({"max_iter": 0}, "max_iter must be at least 1"),
+        ({"mode": "fast"}, "mode"),
+        ({"mode": "paper"}, "finite reg"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], text: str) -> None:
+    calls = [BALL.project] if "mode" in options else [BALL.project, BALL.support]
+    for call in calls:
+        with pytest.raises(ValueError, match=text):
+            call(image(), image(), **options)
+
+
+def test_bad_masses_and_costs_are_refused() -> None:
     with pytest.raises(ValueError, match="relative"):
         wball.WassersteinBall(0.1, mass="both")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cost must be"):
         wball.WassersteinBall(0.1, cost=5)  # type: ignore[arg-type]
-    for reg in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="reg must be > 0"):
-            BALL.project(image(), image(), reg)
-    with pytest.raises(ValueError, match="tol must be > 0"):
-        BALL.support(image(), image(), tol=0.0)
-    with pytest.raises(ValueError, match="max_iter must be at least 1"):
-        BALL.project(image(), image(), max_iter=0)
-    with pytest.raises(ValueError, match="mode"):
-        BALL.project(image(), image(), mode="fast")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="finite reg"):
-        BALL.project(image(), image(), mode="paper")
 
 
 def test_a_ball_describes_itself_and_samples_points_of_itself() -> None:

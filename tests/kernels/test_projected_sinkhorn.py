@@ -289,25 +289,6 @@ def test_batches_threads_and_strides_change_nothing(kernel: str) -> None:
         assert len(cpu._project_images.signatures) == 1, "nothing is compiled twice"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_balls_project_by_the_kernel_asked_for(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need(kernel)
-    case = Case((2, 1, 5, 6))
-    x, w = (image.to(DEVICE) for image in case.images())
-    exact = case.ball.project(x.double().cpu(), w.double().cpu(), reg=case.reg, tol=1e-8)
-    monkeypatch.setenv("WBALL_KERNEL", kernel)
-    ours = case.ball.project(x, w, reg=case.reg, tol=1e-4)
-    assert ours.kernel == kernel and bool(ours.converged.all())
-    apart = (ours.objective.cpu() - exact.objective).abs()
-    assert float(apart.max()) <= float((ours.gap.cpu() + exact.gap).max())
-    assert ours.plan is not None
-    torch.testing.assert_close(ours.plan.rows(), x.double())
-    torch.testing.assert_close(ours.plan.columns(), ours.point.double(), atol=1e-7, rtol=0)
-    assert bool((ours.plan.cost() <= case.ball.budget(x) * (1 + 1e-9)).all())
-
-
 def test_programs_refuse_images_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     need("triton")
     monkeypatch.setenv("WBALL_KERNEL", "triton")

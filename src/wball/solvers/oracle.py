@@ -27,7 +27,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from wball.cost import DenseCost
 from wball.inputs import largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
@@ -176,11 +175,9 @@ class EntropicProjection(_Oracle):
     @staticmethod
     def serves(problem: TransportProblem, reg: float) -> bool:
         """Whether Triton serves these images; on a CPU ``project`` is as fast and returns plans."""
-        x = problem.x
-        dense = isinstance(problem.cost, DenseCost)
-        if dense or math.isinf(reg) or result_dtype(x) != torch.float32:
+        if math.isinf(reg) or result_dtype(problem.x) != torch.float32:
             return False
-        grid = as_images(x)
+        grid = as_images(problem.x)
         return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
 
     def within(self, problem: TransportProblem) -> None:

@@ -150,18 +150,12 @@ class Projection:
     @property
     def ends(self) -> tuple[float, float]:
         """The box of columns, which are not negative."""
-        return (
-            (max(float(self.box[0]), 0.0), float(self.box[1]))
-            if self.box is not None
-            else (0.0, math.inf)
-        )
+        return self.box if self.box is not None else (0.0, math.inf)
 
     @property
     def unit(self) -> float:
         """What rounding of a full pixel is relative to."""
-        return (
-            max(1.0, self.ends[1]) if self.box is not None and math.isfinite(self.ends[1]) else 1.0
-        )
+        return max(1.0, self.box[1]) if self.box is not None else 1.0
 
 
 @dataclass(frozen=True)

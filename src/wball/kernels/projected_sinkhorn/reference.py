@@ -8,7 +8,7 @@ program. An image leaves the batch when it is done.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ def log_omega(y: Tensor) -> Tensor:
     return v
 
 
-@dataclass
-class _Images:
+class _Images(SimpleNamespace):
     """The images that are not done; the first dimension of each tensor is the image.
 
     ``beta`` and ``price`` are in units of ``tau``. Gaps are relative to ``size``, and an image
@@ -46,34 +45,13 @@ class _Images:
     ``(B, MEMORY, n)``, and ``sizes`` the squares of ``changes``.
     """
 
-    place: Tensor
-    x: Tensor
-    w: Tensor
-    budget: Tensor
-    tau: Tensor
-    centre: Tensor
-    beta: Tensor
-    price: Tensor
-    size: Tensor
-    target: Tensor
-    offers: Tensor
-    lowest: Tensor
-    bold: Tensor
-    last: Tensor
-    change: Tensor
-    metric: Tensor
-    changes: Tensor
-    steps: Tensor
-    sizes: Tensor
-
     def take(self, index: Tensor) -> _Images:
-        return _Images(*(getattr(self, field.name)[index] for field in fields(self)))
+        return _Images(**{name: values[index] for name, values in vars(self).items()})
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    search = _Search(problem)
-    step = 0
+    search, step = _Search(problem), 0
     while len(search.images.place):
         step += 1
         search.sweep(step)
@@ -93,20 +71,14 @@ class _Search:
         tau = torch.where(single, 1.0, problem.tau.to(torch.float64))
         self.at_rest = entropy_at_rest(x, problem.tau)
         out = torch.float64 if exact else problem.x.dtype
+        z, potential, price = (part.to(out, copy=True) for part in (x, u, psi))
+        cost, gap, residual, n_iter = centre.new_zeros((4, len(x)))
         # The answer for balls of one point; the others are overwritten.
         self.answer = ProjectedSinkhorn(
-            z=x.to(out, copy=True),
-            cost=torch.zeros_like(centre),
-            u=u.to(out, copy=True),
-            psi=psi.to(out, copy=True),
-            objective=centre + self.at_rest,
-            gap=torch.zeros_like(centre),
-            allowed=self.tol * centre,
-            residual=torch.zeros_like(centre, dtype=out),
-            n_iter=torch.zeros_like(centre, dtype=torch.long),
-            keep=torch.ones_like(x) if problem.factors else None,
-            give=torch.zeros_like(x) if problem.factors else None,
-        )
+            z, cost, potential, price, centre + self.at_rest, gap, self.tol * centre,
+            residual.to(out), n_iter.long(),
+            *(torch.ones_like(x), torch.zeros_like(x)) if problem.factors else (None, None),
+        )  # fmt: skip
         beta, past = u / per_image(tau, x), x.new_zeros((len(x), MEMORY, x[:1].numel()))
         self.images = _Images(
             place=torch.arange(len(x), device=x.device), x=x, w=w, budget=budget, tau=tau,
