@@ -183,8 +183,9 @@ def _executor(count: int) -> ThreadPoolExecutor:
     return _pool[2]
 
 
-class MoveTables(NamedTuple):
-    """The moves for compiled loops, ring after ring."""
+class FlatMoves(NamedTuple):
+    """The moves for compiled loops, ring after ring, each ring filled up with moves that carry
+    nothing."""
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
@@ -192,43 +193,31 @@ class MoveTables(NamedTuple):
     fee_back: NDArray[np.float64]  # of the reverse move, inf if there is none
     ring_cost: NDArray[np.float64]
     ring: NDArray[np.int64]  # where each ring begins, and where the last ends
+    reach: tuple[int, int]  # rows and columns that a move goes at most
 
-
-class FlatMoves:
-    """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
-
-    def __init__(self, moves: StencilMoves) -> None:
-        rings = moves.rings_apart
-        rows: list[tuple[int, int, float, float]] = []
-        edges = [0]
-        for ring in rings:
-            for k in ring:
-                reverse = moves.reverse[k]
-                rows.append((*moves[k], math.inf if reverse is None else moves.costs[reverse]))
-            rows += [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
-            edges.append(len(rows))
-        down, across, fee, back = zip(*rows, strict=True)
-        self.radius = (max(map(abs, down)), max(map(abs, across)))
-        self.rings = len(rings)
-        self.arrays = MoveTables(
-            np.asarray(down),
-            np.asarray(across),
-            np.asarray(fee, dtype=np.float64),
-            np.asarray(back, dtype=np.float64),
-            np.asarray([moves.costs[ring[0]] for ring in rings], dtype=np.float64),
-            np.asarray(edges),
-        )
-
-    def length(self, shape: tuple[int, ...]) -> int:
-        """The largest length of a flat image with its margins, for any crop."""
+    def memory(self, lines: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+        """Zeros for so many flat images with their margins, of any crop of images of this shape,
+        and for a line per ring."""
         _, channels, height, width = shape
-        stride = width + 2 * self.radius[1]
-        return channels * (height + 2 * self.radius[0]) * stride + 2 * (
-            self.radius[0] * stride + self.radius[1]
-        )
+        stride = width + 2 * self.reach[1]
+        length = channels * (height + 2 * self.reach[0]) * stride
+        margin = self.reach[0] * stride + self.reach[1]
+        return np.zeros((lines + self.ring_cost.size, length + 2 * margin))
 
 
 @lru_cache(maxsize=64)
-def stencil_of(moves: StencilMoves) -> FlatMoves:
+def flat_moves(moves: StencilMoves) -> FlatMoves:
     """The moves as arrays, made once."""
-    return FlatMoves(moves)
+    table: list[tuple[int, int, float, float]] = []
+    edges = [0]
+    for ring in moves.rings_apart:
+        for k in ring:
+            reverse = moves.reverse[k]
+            table.append((*moves[k], math.inf if reverse is None else moves.costs[reverse]))
+        table += [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
+        edges.append(len(table))
+    rows, columns, *fees = zip(*table, strict=True)
+    costs = [moves.costs[ring[0]] for ring in moves.rings_apart]
+    fee, back, ring_cost = (np.asarray(part, dtype=np.float64) for part in (*fees, costs))
+    places = np.asarray(rows), np.asarray(columns)
+    return FlatMoves(*places, fee, back, ring_cost, np.asarray(edges), moves.radius)

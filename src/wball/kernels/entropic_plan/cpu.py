@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from wball.kernels.compiled import compiled
-from wball.kernels.dispatch import PART, split, stencil_of
+from wball.kernels.dispatch import PART, flat_moves, split
 from wball.kernels.entropic_plan import (
     COST_TOL,
     EntropicPlan,
@@ -65,7 +65,7 @@ class _Settings(NamedTuple):
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, box, stencil = request.x, request.box, stencil_of(request.moves)
+    x, box, moves = request.x, request.box, flat_moves(request.moves)
     shape = tuple(x.shape)
     # Always the same types: numba would compile another version for an integer.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
@@ -84,12 +84,11 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 
     def work(start: int, stop: int) -> None:
-        scratch = np.zeros((_RINGS + stencil.rings, stencil.length(shape)))
         part = slice(start, stop)
         image, b, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
         result = np.empty((4, *image.shape))
         _plan_images(
-            (image, b, shift, limit[part]), stencil.arrays, settings, scratch,
+            (image, b, shift, limit[part]), moves, settings, moves.memory(_RINGS, shape),
             (result, psi[part], cost[part], net[part]),
         )  # fmt: skip
         out[:, part] = result
@@ -183,9 +182,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
         settings.sweeps,
     )
     lo, hi = settings.box.lo, settings.box.hi
-    rr, rc = 0, 0
-    for k in range(rows.size):
-        rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
+    rr, rc = moves.reach
     _, channels, full_height, full_width = x.shape
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     weights(fee, 0.0, ones)

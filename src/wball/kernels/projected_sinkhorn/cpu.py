@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from wball.kernels.compiled import compiled, log
-from wball.kernels.dispatch import PART, split, stencil_of
+from wball.kernels.dispatch import PART, flat_moves, split
 from wball.kernels.factors import (
     SUMS,
     TINY,
@@ -87,7 +87,7 @@ class _Settings(NamedTuple):
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     x, factors = problem.x, problem.factors
-    stencil, shape = stencil_of(problem.moves), tuple(x.shape)
+    moves, shape = flat_moves(problem.moves), tuple(x.shape)
     lo, hi = problem.ends
     dtype = torch.float64 if factors else x.dtype
     slack = problem.unit * (SLACK if dtype == torch.float32 else EXACT_SLACK)
@@ -104,13 +104,12 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     plan = np.ones((shape[0], 2, *shape[1:])) if factors else np.empty((shape[0], 2, 0, 0, 0))
 
     def work(start: int, stop: int) -> None:
-        scratch = np.zeros((sweeps.RINGS + stencil.rings, stencil.length(shape)))
-        past = np.zeros((sweeps.PAST_ROWS, stencil.length(shape)))
+        scratch, past = (moves.memory(n, shape) for n in (sweeps.RINGS, sweeps.PAST_ROWS))
         part = slice(start, stop)
         images = (np.array(t[part], dtype=np.float64, order="C") for t in given)
         result = np.empty((2, stop - start, *shape[1:]))
         _project_images(
-            (*images, *(t[part] for t in single)), stencil.arrays, settings,
+            (*images, *(t[part] for t in single)), moves, settings,
             scratch, past, (result, numbers[part], n_iter[part], plan[part]),
         )  # fmt: skip
         out[:, part] = result
@@ -201,9 +200,7 @@ def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
     rows, columns, ring = moves.rows, moves.columns, moves.ring
     channels, full_height, full_width = x.shape
     top, bottom, left, right = mass_box(x)
-    rr, rc = 0, 0
-    for k in range(rows.size):
-        rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
+    rr, rc = moves.reach
     height, width = bottom - top + 2 * rr, right - left + 2 * rc
     n, pad = channels * height * width, rr * width + rc
     for row in (X, E, A, TMP):  # whose margins are read
