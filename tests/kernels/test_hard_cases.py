@@ -22,7 +22,6 @@ from kernels.cases import (
     INTERPRETED,
     ONE_WAY,
     UNIT,
-    need,
     noise,
     random_images,
     solver,
@@ -36,7 +35,6 @@ from wball.kernels import dispatch
 from wball.kernels.column_problem import Best, Linear, Problem, Quadratic, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
-from wball.kernels.row_maximum import row_maximum
 from wball.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
@@ -303,14 +301,11 @@ def test_linear_maximum_of_a_batch(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]))
 @pytest.mark.parametrize("name", MAXIMA)
 def test_row_maximum(kernel: str, name: str) -> None:
-    need(kernel)
-    case = MAXIMA[name]
+    solve, case = solver("row_maximum", kernel), MAXIMA[name]
     a, x = case.w.double().to(DEVICE), case.x.double().to(DEVICE)
     ball = WassersteinBall(case.eps, case.cost, box=None)
     rows = Rows(a, torch.zeros(1, dtype=torch.long, device=DEVICE))
-    found, psi = row_maximum(
-        ball.input_set(x, plans="window")._problem(rows, None, None), 40, kernel
-    )
+    found, psi = solve(ball.input_set(x, plans="window")._problem(rows, None, None), 40)
     size = 1e-5 * float((a.abs() * x).sum() + a.abs().max())
     exact = ball.support(x, a, tol=1e-9)
     assert (

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from certificates.exact import euclidean
-from kernels.cases import DEVICE, need, random_images
+from kernels.cases import DEVICE, random_images, solver
 from wball import WassersteinBall
 from wball.input_sets import TransportSet
 from wball.input_sets.rows import Charges, Rows, trim
-from wball.kernels.row_maximum import row_maximum
 from wball.kernels.row_maximum.reference import worth_of
 
 KERNELS = ["cpu", "triton", "torch"]
@@ -110,11 +109,11 @@ def problem(kind: str) -> tuple[TransportSet, Rows, Tensor | None, Charges | Non
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 def test_kernels_agree(kernel: str, kind: str) -> None:
     """Any price is sound, a wrong sum is not: each bound is the function at the price that comes with it."""
-    need(kernel)
+    solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem(kind)
     made = source._problem(rows, box, charges)
-    expected, _ = row_maximum(made, 40, "torch")
-    found, psi = row_maximum(made, 10, kernel)
+    expected, _ = solver("row_maximum", "torch")(made, 40)
+    found, psi = solve(made, 10)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     again = worth_of(made.field(), psi) + psi * made.budget
     torch.testing.assert_close(found, again, rtol=1e-12, atol=1e-12)
@@ -123,9 +122,9 @@ def test_kernels_agree(kernel: str, kind: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_charge_that_is_no_number_is_no_bound(kernel: str) -> None:
     """Networks that overflow charge 0 times infinity; a kernel that leaves such a move out would be unsound."""
-    need(kernel)
+    solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem("charged")
     assert charges is not None
     charges.moves[1, 0, 3] = math.nan
-    found, _ = row_maximum(source._problem(rows, box, charges), 4, kernel)
+    found, _ = solve(source._problem(rows, box, charges), 4)
     assert torch.isnan(found).tolist() == [False, True, False, False, False]

@@ -36,7 +36,7 @@ from wball.input_sets.base import ROUNDS, InputSet, Plans
 from wball.input_sets.detours import Detours, detours, tiers_from
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
-from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
+from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
 from wball.kernels.row_maximum.reference import worth_of
 
 LIST_ALL = 8192
@@ -315,14 +315,15 @@ class TransportSet(InputSet):
         if charges is not None:
             parts += [charges.moves, charges.out, charges.into]
         recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+        kernel = dispatch.load("row_maximum", self.kernel)
         if recorded:
             field = self._field(rows, box, charges)
             with torch.no_grad():
                 problem = self._problem(rows, box, charges, field)
-                psi = row_maximum(problem, rounds, self.kernel)[1].to(rows.coeff.dtype)
+                psi = kernel.row_maximum(problem, rounds)[1].to(rows.coeff.dtype)
             value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
         else:
-            value, _ = row_maximum(self._problem(rows, box, charges), rounds, self.kernel)
+            value, _ = kernel.row_maximum(self._problem(rows, box, charges), rounds)
         if self.box is None:
             return value
         lo, hi = self.box

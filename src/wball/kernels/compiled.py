@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
             loop = numba.njit(cache=True, **options)(function)
             index = loop._cache._cache_file  # which asks about the function's own file only
             index._source_stamp = (index._source_stamp, _stamp())
+            index._load_index = partial(_cached, index._load_index)
         except (
             RuntimeError,
             AttributeError,
@@ -60,6 +61,14 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
         return loop
 
     return wrap
+
+
+def _cached(load: Callable[[], dict[Any, str]]) -> dict[Any, str]:
+    """The versions of a loop that are cached; none if they take types that no longer exist."""
+    try:
+        return load()
+    except (AttributeError, ImportError):
+        return {}
 
 
 @cache

@@ -8,6 +8,9 @@ per row: every ``psi >= 0`` gives a sound bound, so it may stop anywhere and run
 bound that counts is evaluated in the precision of the rows.
 
 Whole images without charges are :mod:`wball.kernels.linear_maximum`.
+
+``row_maximum(problem, rounds)`` of a kernel returns the bound of each row, ``(N,)`` in the rows'
+precision, and the ``psi`` behind it, in ``rounds`` of search. Nothing is recorded for gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from wball.kernels import dispatch
 
 NOWHERE = -1e30
 """Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
@@ -80,14 +81,3 @@ class RowProblem:
     elsewhere: Callable[[], Tensor | None]
     field: Callable[[], Field]
     plain: bool
-
-
-def row_maximum(problem: RowProblem, rounds: int, kernel: str) -> tuple[Tensor, Tensor]:
-    """The bound of each row, ``(N,)`` in the rows' precision, and the ``psi`` behind it, in
-    ``rounds`` of search.
-
-    ``kernel`` is what :func:`wball.kernels.dispatch.choose` named for the images. Nothing is
-    recorded for gradients.
-    """
-    found: tuple[Tensor, Tensor] = dispatch.load("row_maximum", kernel).row_maximum(problem, rounds)
-    return found

@@ -51,7 +51,7 @@ class _Effort(NamedTuple):
 
 
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
-    """See :func:`wball.kernels.row_maximum.row_maximum`."""
+    """See :mod:`wball.kernels.row_maximum`."""
     value, psi = (
         _patches(problem, 2 * rounds)
         if problem.plain

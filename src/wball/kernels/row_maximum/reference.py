@@ -10,7 +10,7 @@ from wball.kernels.row_maximum import DOWN, Field, RowProblem
 
 @torch.no_grad()
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
-    """See :func:`wball.kernels.row_maximum.row_maximum`."""
+    """See :mod:`wball.kernels.row_maximum`."""
     field, dtype = problem.field(), problem.coeff.dtype
     psi = _search(field.single(), problem.budget.float(), problem.step, rounds).to(dtype)
     return worth_of(field, psi) + psi * problem.budget.to(dtype), psi

@@ -31,7 +31,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 @torch.no_grad()
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
-    """See :func:`wball.kernels.row_maximum.row_maximum`."""
+    """See :mod:`wball.kernels.row_maximum`."""
     field = problem.field()
     rows, channels, choices, sources = field.worth.shape
     dtype, device = problem.coeff.dtype, field.worth.device
