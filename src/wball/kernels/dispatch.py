@@ -1,16 +1,13 @@
 """Which kernel serves an operation, and how a compiled one is run: in threads, on flat images.
 
-The inner loops exist in several versions, each with the same signature.
-
-:data:`OPERATIONS` is the whole register. Solvers ask for an operation; the answer is the first
+The inner loops exist in several versions, each with the same signature. Solvers ask for an operation; the answer is the first
 kernel made for the images' device that says it can serve them. The environment variable
 ``WBALL_KERNEL`` asks for one kernel instead of ``auto``, and a call that this kernel cannot serve
 raises and says why.
 
 A kernel is a module with a function named like its operation. It may have ``why_not(x, moves) ->
-str | None``: the reason it must refuse such images, or ``None``. A new
-operation adds a package and a line to the table. Modules are imported when they are first asked
-for: neither numba nor triton slows ``import wball``.
+str | None``: the reason it must refuse such images, or ``None``. Modules are imported when they are
+first asked for: neither numba nor triton slows ``import wball``.
 
 Compiled loops work on *flat* images: cropped to the box around their mass, widened by the reach of
 the moves, with contiguous channels. The margins are wide enough that a move is a constant shift of

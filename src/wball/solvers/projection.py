@@ -188,13 +188,12 @@ def _solved(
     n_iter, kernel = proximal_newton(goal, start, max_iter, best, warm=init is not None)
     goal.hold_back(best, problem.spendable())
     off = best.z - (target - best.u).clamp(*problem.limits)
-    early = (n_iter < max_iter) & ~goal.single
     result = ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),
         objective=best.primal if exact else best.primal + entropy_at_rest(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=largest(off).masked_fill(goal.single, 0.0),
-        status=statuses(goal.done(best), lambda: early, deadline.late),
+        status=statuses(goal.done(best), lambda: (n_iter < max_iter) & ~goal.single, deadline.late),
         n_iter=n_iter,
         duals=Duals(best.u.reshape(problem.x.shape), best.psi),
         kernel=kernel,
