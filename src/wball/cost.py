@@ -1,8 +1,9 @@
 """Ground costs, and the moves between pixels that they allow.
 
 A *ground cost* says what it costs to move one unit of mass from pixel ``i`` to pixel ``j``. A
-*stencil* cost depends only on the offset ``j - i`` and is infinite outside a small window. A *dense*
-cost is any ``n x n`` matrix. In both, staying costs nothing, so the centre of a ball is in the ball.
+*stencil* cost depends only on the offset ``j - i`` and is infinite outside a small window. A
+*dense* cost is any ``n x n`` matrix. In both, staying costs nothing, so the centre of a ball is in
+the ball.
 
 Solvers and kernels use a cost as :class:`Moves`: the list of moves ``i -> j`` that it allows on a
 given grid, with offsets, costs, rings of equal cost and reverses, and operations that gather and
@@ -74,7 +75,8 @@ class Moves(ABC):
 
     @abstractmethod
     def opposite(self, arcs: Tensor) -> Tensor:
-        """The arc tensor with the entry of ``j -> i`` at ``i -> j`` (0 if there is no such move)."""
+        """The arc tensor with the entry of ``j -> i`` at ``i -> j`` (0 if there is no such
+        move)."""
 
     @abstractmethod
     def stay(self) -> Tensor:
@@ -94,8 +96,9 @@ class Moves(ABC):
     def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
         """A function from values to weighted sums over the moves of each pixel, except staying.
 
-        Values are read where a move ends, or with ``back`` where the moves that end here start. Each
-        is multiplied by the ``weights`` of its ring, ``(D, B, 1, 1, 1)`` or per pixel of the start.
+        Values are read where a move ends, or with ``back`` where the moves that end here start.
+        Each is multiplied by the ``weights`` of its ring, ``(D, B, 1, 1, 1)`` or per pixel of the
+        start.
         """
 
         def sent(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -124,7 +127,9 @@ class Moves(ABC):
 
 
 class StencilMoves(Moves):
-    """The moves of a stencil cost: the same offsets at every pixel. Iterates over ``(dr, dc, cost)``.
+    """The moves of a stencil cost: the same offsets at every pixel.
+
+    Iterates over ``(dr, dc, cost)``.
 
     Tensors are created on first use: compiled kernels do not need them.
     """
@@ -331,7 +336,8 @@ class DenseMoves(Moves):
 class StencilCost:
     """A cost that depends only on the offset, as a table with odd sides. ``inf`` forbids a move.
 
-    ``table[r][c]`` is the cost of moving by ``(r - rows // 2, c - columns // 2)``. The centre must be 0.
+    ``table[r][c]`` is the cost of moving by ``(r - rows // 2, c - columns // 2)``. The centre must
+    be 0.
 
     >>> plus = StencilCost(((math.inf, 1, math.inf), (1, 0, 1), (math.inf, 1, math.inf)))
     >>> len(plus.moves(28, 28))
@@ -362,7 +368,8 @@ class StencilCost:
             raise ValueError("the centre of table must be 0: staying is free")
 
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then by cost."""
+        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then by
+        cost."""
         rr, rc = len(self.table) // 2, len(self.table[0]) // 2
         found = [
             (r - rr, c - rc, value)
@@ -390,8 +397,8 @@ class StencilCost:
 class GridCost:
     """``(dr^2 + dc^2)^(p/2)`` inside an odd ``window x window`` neighbourhood, infinite outside.
 
-    ``p = 1`` is the Euclidean distance, as in the paper. A window that covers the image allows every
-    transport plan.
+    ``p = 1`` is the Euclidean distance, as in the paper. A window that covers the image allows
+    every transport plan.
 
     >>> GridCost(window=5).moves(28, 28)[:2]
     [(0, 0, 0.0), (-1, 0, 1.0)]
@@ -453,9 +460,10 @@ def _stencil_moves(
 
 
 class DenseCost:
-    """An arbitrary ``n x n`` cost, for histograms that are not images or for small images (``n = H * W``).
+    """An arbitrary ``n x n`` cost, for histograms that are not images or for small images.
 
-    ``matrix[i, j]`` is the cost of moving from ``i`` to ``j``; ``inf`` forbids a move, the diagonal is 0.
+    ``matrix[i, j]`` is the cost of moving from ``i`` to ``j``; ``inf`` forbids a move, the diagonal
+    is 0.
 
     >>> line = DenseCost(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     >>> line.size
@@ -478,7 +486,8 @@ class DenseCost:
         return f"DenseCost({self.size} x {self.size})"
 
     def arcs(self, height: int, width: int, like: Tensor) -> DenseMoves:
-        """The moves on a grid of ``height * width = n`` pixels, in ``like``'s dtype and on its device."""
+        """The moves on a grid of ``height * width = n`` pixels, in ``like``'s dtype and on its
+        device."""
         self.check_size(height, width)
         return DenseMoves(self.matrix, (height, width), like)
 

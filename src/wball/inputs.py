@@ -1,6 +1,7 @@
 """Images and numbers per image: argument validation for every public call, precision and layout.
 
-Solvers need not check their inputs. Each error names the argument, the value seen and what to do. Nothing is modified in place.
+Solvers need not check their inputs. Each error names the argument, the value seen and what to do.
+Nothing is modified in place.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
 
 
 def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
-    """Smallest and largest value of the first tensor, if all are finite; one device read for all."""
+    """Smallest and largest value of the first tensor, if all are finite; one device read for
+    all."""
     if next(iter(tensors.values())).numel() == 0:
         return 0.0, 0.0
     ends = [end for tensor in tensors.values() for end in torch.aminmax(tensor.detach())]

@@ -26,7 +26,8 @@ Thing = TypeVar("Thing")
 NAMES = ("logits", "output", "outputs", "out", "scores", "predictions", "probs", "probabilities")
 """Output field names tried for logits, in this order."""
 FAR = 100.0
-"""Size of random images that tell a probability from a logit: a logit leaves [0, 1] for some of them."""
+"""Size of random images that tell a probability from a logit: a logit leaves [0, 1] for some of
+them."""
 
 _probabilities: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -34,8 +35,8 @@ _probabilities: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 def ask(model: Model, x: Tensor) -> Tensor:
     """The logits of images, in no less than their precision.
 
-    The model gets a copy, because its first layer may work in place, in the precision of its parameters. What it
-    returns is read by :func:`read_logits`.
+    The model gets a copy, because its first layer may work in place, in the precision of its
+    parameters. What it returns is read by :func:`read_logits`.
     """
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
     own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
@@ -92,7 +93,8 @@ def _kind(value: Any) -> str:
 
 
 def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Tensor:
-    """Two logits from one number per image: the score of class 1, or the log-odds of a probability."""
+    """Two logits from one number per image: the score of class 1, or the log-odds of a
+    probability."""
     if _is_probability(model, x):
         tiny = torch.finfo(score.dtype).tiny
         score = score.clamp(min=tiny).log() - (1 - score).clamp(min=tiny).log()
@@ -100,7 +102,8 @@ def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Te
 
 
 def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether a model's one number per image stays in [0, 1] for any image; evaluated once per model."""
+    """Whether a model's one number per image stays in [0, 1] for any image; evaluated once per
+    model."""
     with suppress(TypeError):  # not every callable can be hashed
         if model in _probabilities:
             return _probabilities[model]
@@ -131,7 +134,8 @@ def top_class(logits: Tensor) -> Tensor:
 
 
 def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
-    """Labels that the model has a logit for. On a GPU a wrong one would end the process, not the call."""
+    """Labels that the model has a logit for. On a GPU a wrong one would end the process, not the
+    call."""
     if labels.numel() == 0:
         return
     low, high = int(labels.min()), int(labels.max())
@@ -152,10 +156,11 @@ def with_modes(model: Model) -> list[nn.Module]:
 
 
 class _Lent(Generic[Thing]):
-    """Settings that calls from several threads change at once: the first call saves them, the last puts them back.
+    """Settings that calls from several threads change at once: the first call saves them, the last
+    puts them back.
 
-    A lock for the length of each call would be as safe, but attacks on one model would wait for each other, and those
-    on two models that share a module would not.
+    A lock for the length of each call would be as safe, but attacks on one model would wait for
+    each other, and those on two models that share a module would not.
     """
 
     def __init__(
@@ -179,7 +184,8 @@ class _Lent(Generic[Thing]):
 
     @contextmanager
     def __call__(self, things: Sequence[Thing], value: Any = None) -> Iterator[None]:
-        """The things with ``value`` (``None``: as they are), and as they were found after the last of these calls."""
+        """The things with ``value`` (``None``: as they are), and as they were found after the last
+        of these calls."""
         with self._lock:
             for thing in things:
                 self._found.setdefault(self._key(thing), (thing, self._read(thing)))
@@ -257,13 +263,15 @@ _doubles: dict[int, tuple[nn.Module, nn.Module | None]] = {}
 
 
 def in_training(model: Model) -> bool:
-    """Whether the caller left a module in training mode, also while another thread evaluates the model."""
+    """Whether the caller left a module in training mode, also while another thread evaluates the
+    model."""
     return any(_modes.found(module) for module in with_modes(model))
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """The model in evaluation mode, and every module in its own mode afterwards. Any number of threads may do so."""
+    """The model in evaluation mode, and every module in its own mode afterwards. Any number of
+    threads may do so."""
     with _modes(with_modes(model), False):
         yield
 
@@ -294,8 +302,8 @@ def full_precision() -> Iterator[None]:
 def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
     """Return which images meet the goal: ``argmax != y``, or ``argmax == target``.
 
-    The model runs in its own precision without TF32. If it is a module of float32 parameters that also runs in
-    float64, an image must meet the goal in both. Call it inside :func:`as_found`.
+    The model runs in its own precision without TF32. If it is a module of float32 parameters that
+    also runs in float64, an image must meet the goal in both. Call it inside :func:`as_found`.
     """
     with full_precision():
         logits = ask(model, z)

@@ -140,7 +140,8 @@ class FactoredPlan(StoredPlan):
         keep: Tensor,
         give: Tensor,
     ) -> FactoredPlan:
-        """The plan of a potential and a price in image units at temperature ``tau``; nothing moves where that is 0."""
+        """The plan of a potential and a price in image units at temperature ``tau``; nothing moves
+        where that is 0."""
         warm = tau.to(torch.float64) > 0
         heat = torch.where(warm, tau.to(torch.float64), 1.0)
         potentials = u.to(torch.float64) / heat.view(-1, 1, 1, 1)
@@ -208,7 +209,8 @@ class Plan(StoredPlan):
         return self.flow
 
     def mixed(self, gamma: Tensor, other: Plan) -> Plan:
-        """``(1 - gamma)`` of this plan and ``gamma`` of the other, per image: plans of the mixed points."""
+        """``(1 - gamma)`` of this plan and ``gamma`` of the other, per image: plans of the mixed
+        points."""
         weight = gamma.to(self.flow.dtype).view(-1, 1, 1, 1, 1)
         return replace(self, flow=self.flow + weight * (other.flow.to(self.flow.dtype) - self.flow))
 

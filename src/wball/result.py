@@ -1,4 +1,5 @@
-"""What solvers return: a point, bounds that say how good it is, and the plan that proves where it lies."""
+"""What solvers return: a point, bounds that say how good it is, and the plan that proves where it
+lies."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from wball.plan import Plan, StoredPlan
 
 
 class Status(Enum):
-    """How a solver ended, per image. The value is the explanation, with the remedy where there is one."""
+    """How a solver ended, per image. The value is the explanation, with the remedy where there is
+    one."""
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
     MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
@@ -51,7 +53,8 @@ class _Solved:
 
 @dataclass(frozen=True)
 class SupportResult(_Solved):
-    """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver converged.
+    """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver
+    converged.
 
     Attributes:
         point: images in the ball, ``(B, C, H, W)``.
@@ -59,7 +62,8 @@ class SupportResult(_Solved):
         upper: a sound upper bound of the maximum, per image.
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
-        write: makes the plan (``None`` without one), which written out has the window's size times that of the images.
+        write: makes the plan (``None`` without one), which written out has the window's size times
+            that of the images.
         kernel: which implementations computed it, joined by ``+``.
     """
 
@@ -81,7 +85,8 @@ class SupportResult(_Solved):
 class Duals:
     """Dual variables of a projection, for a warm start: ``init=result.duals``.
 
-    ``beta`` is the column potential in image units (``z = clip(w - beta)``), ``psi`` the price of cost.
+    ``beta`` is the column potential in image units (``z = clip(w - beta)``), ``psi`` the price of
+    cost.
     """
 
     beta: Tensor
@@ -94,17 +99,21 @@ class Duals:
 
 @dataclass(frozen=True)
 class ProjectionResult(_Solved):
-    """The point of a ball nearest to ``w``. The point is in the ball whether or not the solver converged.
+    """The point of a ball nearest to ``w``. The point is in the ball whether or not the solver
+    converged.
 
     Attributes:
         point: images in the ball, ``(B, C, H, W)``.
-        objective: what was minimised, at the point: ``1/2 |w - z|^2``, plus the entropy term for finite ``reg``.
-        gap: objective minus a lower bound of the optimum, per image (weak duality: sound at any iteration).
+        objective: what was minimised, at the point: ``1/2 |w - z|^2``, plus the entropy term for
+            finite ``reg``.
+        gap: objective minus a lower bound of the optimum, per image (weak duality: sound at any
+            iteration).
         residual: largest violation of the optimality conditions, in pixel units, per image.
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
         duals: dual variables for a warm start.
-        write: makes the plan (``None`` without one), which written out has the window's size times that of the images.
+        write: makes the plan (``None`` without one), which written out has the window's size times
+            that of the images.
         kernel: which implementations computed it, joined by ``+``.
     """
 

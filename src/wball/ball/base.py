@@ -1,7 +1,8 @@
 """The interface of a threat model.
 
-A :class:`Ball` is the set of images that an attacker may choose from. Attacks, training, certificates and the audit
-only call its methods, so a new threat model is a subclass that answers them; ``docs/extending.md`` has an example.
+A :class:`Ball` is the set of images that an attacker may choose from. Attacks, training,
+certificates and the audit only call its methods, so a new threat model is a subclass that answers
+them; ``docs/extending.md`` has an example.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Self = TypeVar("Self", bound="Ball")
 
 
 class Ball(Summarised, ABC):
-    """A set of images around each centre ``x``. Subclasses are frozen dataclasses with the fields ``eps`` and ``box``.
+    """A set of images around each centre ``x``. Subclasses are frozen dataclasses with the fields
+    ``eps`` and ``box``.
 
     Abstract methods say what the ball is. The others have defaults that suit any ball.
 
@@ -36,7 +38,8 @@ class Ball(Summarised, ABC):
         eps: radius, one number or one per image.
         box: range of the pixels, or ``None``.
         unit: unit of ``eps``, for tables and plots.
-        has_plans: whether points of the ball come from transport plans; then :meth:`problem` returns the problem.
+        has_plans: whether points of the ball come from transport plans; then :meth:`problem`
+            returns the problem.
     """
 
     eps: float | Tensor
@@ -66,17 +69,20 @@ class Ball(Summarised, ABC):
         """How far ``z`` is outside the ball: what :func:`wball.audit` checks."""
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> InputSet:
-        """The ball for certificates: maxima of linear functions over it, sound in floating point."""
+        """The ball for certificates: maxima of linear functions over it, sound in floating
+        point."""
         raise NotImplementedError(
             f"{type(self).__name__} has no input_set(x, plans), which certificates need"
         )
 
     def problem(self, x: Tensor) -> TransportProblem | None:
-        """The transport problem that defines the ball around ``x``; ``None`` for balls without plans."""
+        """The transport problem that defines the ball around ``x``; ``None`` for balls without
+        plans."""
         return None
 
     def oracle(self, x: Tensor, **options: Any) -> Oracle:
-        """Maps the potentials of an attack to points of the ball; by projection unless a ball knows better."""
+        """Maps the potentials of an attack to points of the ball; by projection unless a ball knows
+        better."""
         return ProjectionOracle(self, x)
 
     def step_size(self, steps: int) -> float | Tensor:
@@ -91,7 +97,8 @@ class Ball(Summarised, ABC):
         return self.project(x, x + noise).point
 
     def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
-        """Whether ``z`` is in the ball, per image, with distances up to ``eps * (1 + tol)``: the audit's answer."""
+        """Whether ``z`` is in the ball, per image, with distances up to ``eps * (1 + tol)``: the
+        audit's answer."""
         if isinstance(tol, bool) or not isinstance(tol, (int, float)):
             raise TypeError(f"tol must be a number, got {type(tol).__name__}")
         if not tol >= 0:
@@ -124,7 +131,8 @@ class Ball(Summarised, ABC):
 
 
 class Oracle(Protocol):
-    """Maps potentials to points of the ball, for one batch of images. ``cost / unit`` is in the unit of ``eps``."""
+    """Maps potentials to points of the ball, for one batch of images. ``cost / unit`` is in the
+    unit of ``eps``."""
 
     @property
     def unit(self) -> Tensor: ...
@@ -137,8 +145,8 @@ class Oracle(Protocol):
 class ProjectionOracle:
     """``proj(x + scale * b)``: potentials are steps in pixel values.
 
-    ``scale`` is the largest change of a pixel that the ball allows along a fixed direction of alternating signs, so
-    that potentials of a few units reach the border of the ball.
+    ``scale`` is the largest change of a pixel that the ball allows along a fixed direction of
+    alternating signs, so that potentials of a few units reach the border of the ball.
     """
 
     def __init__(self, ball: Ball, x: Tensor) -> None:

@@ -19,7 +19,8 @@ from wball.result import ProjectionResult, Status, SupportResult
 
 @dataclass(frozen=True)
 class LinfBall(Ball):
-    """``{z : |z - x| <= eps in every pixel, lo <= z <= hi}``: the usual threat model, for comparison.
+    """``{z : |z - x| <= eps in every pixel, lo <= z <= hi}``: the usual threat model, for
+    comparison.
 
     >>> ball = LinfBall(0.1)
     >>> x = torch.full((1, 1, 2, 2), 0.5)
@@ -43,7 +44,8 @@ class LinfBall(Ball):
         return 2.5 * self.eps / steps
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value of each pixel. Half precision would round them out of the ball: float32 then."""
+        """The lowest and highest value of each pixel. Half precision would round them out of the
+        ball: float32 then."""
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
@@ -54,7 +56,8 @@ class LinfBall(Ball):
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
 
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
-        """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg`` plays no role."""
+        """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg``
+        plays no role."""
         low, high = self.bounds(x)
         g = inputs.check_like("g", g, x).detach()
         point = torch.where(
@@ -87,7 +90,8 @@ class LinfBall(Ball):
     def violations(
         self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
     ) -> Violations:
-        """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan`` plays no role."""
+        """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
+        plays no role."""
         x = inputs.check_images("x", x, self.box)
         check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])

@@ -26,15 +26,17 @@ from wball.solvers.support import support
 
 @dataclass(frozen=True)
 class WassersteinBall(Ball):
-    r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels kept in ``box``.
+    r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels
+    kept in ``box``.
 
     .. math::
         B(x, \epsilon) = \{ P^T 1 : P \ge 0,\; P 1 = x,\; \langle P, C \rangle \le \epsilon\, m,\;
         lo \le P^T 1 \le hi \}
 
-    where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the paper's unit: 0.1
-    moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves only inside a channel; the budget
-    is shared by all channels. ``eps`` is one number or one per image.
+    where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the
+    paper's unit: 0.1 moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves
+    only inside a channel; the budget is shared by all channels. ``eps`` is one number or one per
+    image.
 
     >>> ball = WassersteinBall(0.1)
     >>> x = torch.zeros(1, 1, 3, 3); x[..., 1, 1] = 1.0
@@ -82,7 +84,8 @@ class WassersteinBall(Ball):
         return eps * (mass >= least).to(torch.float64)
 
     def problem(self, x: Tensor) -> TransportProblem:
-        """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
+        """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked
+        here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
         least = self.eps if relative and isinstance(self.eps, float) else 0.0
@@ -122,7 +125,8 @@ class WassersteinBall(Ball):
         return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
-        """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see :mod:`wball.solvers.distance`."""
+        """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
+        :mod:`wball.solvers.distance`."""
         x = inputs.check_images("x", x, self.box).detach()
         return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
 
@@ -131,7 +135,8 @@ class WassersteinBall(Ball):
     ) -> Violations:
         """Mass, box and distance of ``z``; see :mod:`wball.auditing.transport`.
 
-        With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf where it proves none.
+        With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf
+        where it proves none.
         """
         x = inputs.check_images("x", x, self.box)
         check_point(z, x)
@@ -153,13 +158,16 @@ class WassersteinBall(Ball):
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
     def oracle(self, x: Tensor, **options: Any) -> TransportOracle:
-        """Maps the potentials of an attack to points of the ball; options of :class:`~wball.solvers.oracle.TransportOracle`."""
+        """Maps the potentials of an attack to points of the ball; options of
+        :class:`~wball.solvers.oracle.TransportOracle`."""
         return TransportOracle(self.problem(x), **options)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
+        """A random point of the ball for each image: mass follows a random potential, at a random
+        part of the budget.
 
-        Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the images is made.
+        Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the
+        images is made.
         """
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_generator(generator)

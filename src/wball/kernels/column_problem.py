@@ -1,5 +1,5 @@
-r"""A separable function of the columns, minimised over plans: the problem, the best plan and bound of
-each image, and when an image is solved.
+r"""A separable function of the columns, minimised over plans: the problem, the best plan and bound
+of each image, and when an image is solved.
 
 Projection and support function minimise a separable convex function of the columns over the plans
 of a ball,

@@ -1,9 +1,9 @@
 """Which kernel serves an operation, and how a compiled one is run: in threads, on flat images.
 
-The inner loops exist in several versions, each with the same signature. Solvers ask for an operation; the answer is the first
-kernel made for the images' device that says it can serve them. The environment variable
-``WBALL_KERNEL`` asks for one kernel instead of ``auto``, and a call that this kernel cannot serve
-raises and says why.
+The inner loops exist in several versions, each with the same signature. Solvers ask for an
+operation; the answer is the first kernel made for the images' device that says it can serve them.
+The environment variable ``WBALL_KERNEL`` asks for one kernel instead of ``auto``, and a call that
+this kernel cannot serve raises and says why.
 
 A kernel is a module with a function named like its operation. It may have ``why_not(x, moves) ->
 str | None``: the reason it must refuse such images, or ``None``. Modules are imported when they are
@@ -157,8 +157,8 @@ _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 def split(
     batch: int, work: Callable[[int, int], None], entries: int, most: int | None = None
 ) -> None:
-    """``work(start, stop)`` over the batch on as many threads as torch uses, at most ``most`` images
-    at a time. An image is worth ``entries`` moves."""
+    """``work(start, stop)`` over the batch on as many threads as torch uses, at most ``most``
+    images at a time. An image is worth ``entries`` moves."""
     count = min(torch.get_num_threads(), batch, 1 + batch * entries // WORTHWHILE)
     parts = min(batch, count * PARTS_PER_THREAD if count > 1 else 1)
     parts = max(parts, -(-batch // (most or batch or 1)))

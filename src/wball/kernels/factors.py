@@ -1,5 +1,5 @@
-r"""A plan in factors in compiled loops: its price, what its pixels exchange, and its repair into the
-box.
+r"""A plan in factors in compiled loops: its price, what its pixels exchange, and its repair into
+the box.
 
 ``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.dispatch`), with factors
 ``give_i`` and ``keep_{i+k}`` on the moves away from a pixel. Loops run over the image between

@@ -260,7 +260,8 @@ def lower_bounds(p, u, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def allowed(p, goal, primal, entropy):  # type: ignore[no-untyped-def]
-    """The gap at which an image counts as solved: :class:`wball.kernels.column_problem.Tolerance`."""
+    """The gap at which an image counts as solved:
+    :class:`wball.kernels.column_problem.Tolerance`."""
     size = max(abs(primal - entropy + p.offset), goal.parts * (primal - 2.0 * entropy))
     return goal.tol * size + p.floor
 

@@ -90,10 +90,10 @@ class TransportProblem:
         r"""How much dearer a point can become when it is rounded to the dtype of the results, in
         mass x pixels.
 
-        Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit
-        in the last place (denormal pixels change by a fixed amount instead). Scaled back to the
-        mass of ``x``, the deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]``
-        deviate by at most ``r u`` on average, so at most
+        Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and
+        ``u`` half a unit in the last place (denormal pixels change by a fixed amount instead).
+        Scaled back to the mass of ``x``, the deviations of ``t`` from its mean remain. Numbers in
+        ``[-r u, r u]`` deviate by at most ``r u`` on average, so at most
 
         .. math:: r\, \tfrac{u}{2}\, m
 

@@ -152,7 +152,8 @@ def _evaluate(options, count, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=FAST)
 def _leave(options, count, psi):  # type: ignore[no-untyped-def]
-    """Drop the sources that stay at ``psi``. Returns the number left, and what the others are worth."""
+    """Drop the sources that stay at ``psi``. Returns the number left, and what the others are
+    worth."""
     worth, stay, mass, fee, _, _ = options
     kept, rest = 0, 0.0
     for s in range(count):
@@ -252,7 +253,8 @@ def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _add_best_moves(given, n, moves, psi, part, z):  # type: ignore[no-untyped-def]
-    """Add ``part`` of the mass of image ``n`` where the cheapest of its best moves at ``psi`` end."""
+    """Add ``part`` of the mass of image ``n`` where the cheapest of its best moves at ``psi``
+    end."""
     a, x = given.a[n], given.x[n]
     shifts, fee = moves.shifts, moves.fee
     for c in range(a.shape[0]):

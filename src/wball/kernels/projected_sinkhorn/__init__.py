@@ -122,8 +122,8 @@ class Projection:
         tau: temperature per image, ``(B,)``, positive where the image has mass.
         u: starting potential, like ``x``; ``None`` for ``w - x``, which is a good one.
         psi: starting price, ``(B,)``; ``None`` for 0.1.
-        tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
-            ``d = 1/2 |w - z|^2``.
+        tol: an image is done when its gap is at most ``tol * max(d, PARTS * (d + tau |entropy|)) +
+            tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``.
         max_iter: maximum number of sweeps per image.
         factors: whether to return the plan. It is then the plan of point, cost and gap in float64:
             to the last bit, and for gaps that float32 does not resolve.
@@ -167,7 +167,8 @@ class ProjectedSinkhorn:
         cost: what that plan costs, per image, float64.
         u: potential of the columns, to warm-start the next call.
         psi: price of cost per image, to warm-start the next call.
-        objective: the paper's, ``1/2 |w - z|^2 + tau sum P log(P / m)`` of that plan, ``m`` the image's mass, float64.
+        objective: the paper's, ``1/2 |w - z|^2 + tau sum P log(P / m)`` of that plan, ``m`` the
+            image's mass, float64.
         gap: proven distance of ``objective`` from the optimum, float64, not negative.
         allowed: the gap at which an image counts as solved, float64.
         residual: largest difference between ``z`` and ``clip(w - u)``.

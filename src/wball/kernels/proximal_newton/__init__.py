@@ -111,8 +111,8 @@ last. The repair costs more than a step and never narrows the gap."""
 def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> tuple[Tensor, str]:
-    """Improve ``best`` where an image is not solved. Images that one kernel leaves unsolved continue
-    with the next.
+    """Improve ``best`` where an image is not solved. Images that one kernel leaves unsolved
+    continue with the next.
 
     Args:
         problem: what to minimise.

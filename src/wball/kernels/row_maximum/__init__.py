@@ -1,4 +1,5 @@
-r"""The largest value of many rows over a Wasserstein ball, each over what it can see: all that certificates ask.
+r"""The largest value of many rows over a Wasserstein ball, each over what it can see: all that
+certificates ask.
 
 .. math:: \min_{\psi \ge 0} \; \psi E + \sum_i x_i \max_j \big( a_j + M_{ij} - \psi C_{ij} \big)
 
