@@ -106,7 +106,7 @@ def attempts(
 def _attempt(measure: Callable[..., Row], *task: Any) -> Row | str:
     try:
         return measure(*task)
-    except Exception as error:  # noqa: BLE001 (whatever a strange model raises, the others go on)
+    except Exception as error:  # noqa: BLE001 (an error of one model must not end the run)
         return f"{type(error).__name__}: {error}"
 
 

@@ -180,9 +180,14 @@ def broken(
             fooled = (logits.argmax(1) != labels).nonzero().squeeze(1)
             index = left[fooled]
             if len(index):
-                repaired = ball.project(x[index], z.detach()[fooled])
+                repaired, last = ball.project(x[index], z.detach()[fooled]), number == steps
                 report = wball.audit(
-                    ball, x[index], repaired.point, plan=repaired.plan, exact="sample", sample=1
+                    ball,
+                    x[index],
+                    repaired.point,
+                    plan=repaired.stored,
+                    exact="sample" if last else "needed",
+                    sample=1,
                 )
                 valid = report.valid.to(y.device)
                 with torch.no_grad():

@@ -98,7 +98,7 @@ QUICK_IMAGES, QUICK_PROOFS, QUICK_SAMPLES = 20, 5, 200
 PARTS = ("attack", "smoothing", "certificate")
 """What a row is made of, in the order in which it is measured."""
 WRONG = "-"
-"""Stands for a misclassified image in a row's outcomes."""
+"""Marks a misclassified image in a row's outcomes."""
 
 
 def run(
@@ -325,7 +325,6 @@ def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
         "command": shlex.join([*words, "--seed", str(shop.settings.seed)]),
         "commit": shop.commit,
         "device": provenance.device_name(shop.device),
-        "kernel": WassersteinBall(0.1).kernel(x),
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(shop.spent, 1),
     }

@@ -92,15 +92,11 @@ def predecessors(content: Data, others: Data) -> Table:
     for row in content["rows"]:
         cells: list[str | None] = []
         for place, eps in enumerate(radii):
-            key = {"model": row["name"], "eps": eps}
-            tried = [r for r in others["rows"] if all(r[k] == v for k, v in key.items())]
+            tried = [r for r in others["rows"] if (r["model"], r["eps"]) == (row["name"], eps)]
             best = min(tried, key=lambda r: (-r["images"], r["robust"]), default=None)
-            ours = None if best is None else robust(row, place, best["images"])
-            cells.append(
-                None
-                if best is None or ours is None
-                else f"{best['robust']:.1f} ({SHORT[best['method']]}) / {100 * ours:.1f}"
-            )
+            ours = best and robust(row, place, best["images"])
+            said = best and f"{best['robust']:.1f} ({SHORT[best['method']]})"
+            cells.append(None if ours is None else f"{said} / {100 * ours:.1f}")
         if any(cells):
             body.append([f"`{row['name']}`", *cells])
     title = (

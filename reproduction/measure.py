@@ -73,7 +73,6 @@ def curve(result: Evaluation, seconds: float = 0.0) -> Data:
         "examples": {
             "found": audit["valid"],
             "rejected": audit["rejected"],
-            "rejections": [dict(r) for r in result.rejected],
             "proved_by_plan": audit["proved_by_plan"] + audit["both"],
             "checked_exactly": audit["exact_transport"],
             "disagreements": len(audit["disagreements"]),

@@ -58,11 +58,11 @@ def _valid(
 
 
 def _some(right: Tensor, *subjects: Subject) -> Tensor:
-    """The numbers of the images that are read right."""
+    """The indices of correctly classified images."""
     index = right.nonzero().squeeze(1)
     if not len(index):
         raise ValueError(
-            f"{', '.join(s.name for s in subjects)} read none of the images right: nothing can be shown"
+            f"{', '.join(s.name for s in subjects)} classify no image correctly: nothing can be shown"
         )
     return index
 
@@ -316,7 +316,7 @@ DIGITS = Recipe(
 # ---- figure 6
 
 GALLERY_TRIES = 5
-"""Images of a class that are attacked: the first that falls is shown, as in the paper, where all ten do."""
+"""Images of a class that are attacked; the first broken one is shown, as in the paper."""
 
 
 def _measure_gallery(shop: Workshop) -> Data:
@@ -356,18 +356,6 @@ def _measure_gallery(shop: Workshop) -> Data:
     return {"rows": rows, **subject.about(), "unit": WassersteinBall(1.0).unit}
 
 
-def _gallery_tables(data: Data) -> list[Table]:
-    rows = [
-        [
-            f"{r['label']} → {r['read_as']}",
-            None if r["radius"] is None else f"{r['radius']:.4f}",
-            f"{r['change']:.3f}",
-        ]
-        for r in data["rows"]
-    ]
-    return [Table(["class", "eps", "largest total change of a pixel"], rows)]
-
-
 def _draw_gallery(data: Data) -> Figure:
     from reproduction.draw import sums
 
@@ -390,7 +378,7 @@ GALLERY = Recipe(
     "CIFAR-10 examples of all ten classes",
     "Figure 6",
     _measure_gallery,
-    _gallery_tables,
+    lambda data: [],
     _draw_gallery,
     lambda data: [
         "Shown is the first image of a class that is broken. In the paper, the total change over the "
@@ -489,7 +477,7 @@ GRID = Recipe(
     lambda data: [
         "The paper finds no example for lambda 1 and 10, because the image is blurred beyond use. "
         "Exact projections (`reg=inf`, the default of this library) do not blur.",
-        "A move by one pixel costs 1 whatever p is: once longer moves are too expensive, p changes "
+        "A move by one pixel costs 1 for every p: once longer moves are too expensive, p changes "
         "nothing.",
     ],
 )

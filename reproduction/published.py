@@ -58,7 +58,7 @@ DIGIT_RADII = {
     "mnist-linf-provable": 0.78,
     "mnist-adversarial-paper": 0.86,
 }
-"""Radii at which the digit 5 of the four-model comparison fell."""
+"""Radii at which the digit 5 of the four-model comparison is broken."""
 
 GALLERY_SCALE = 0.165
 """Largest total change of a pixel over the three channels in the CIFAR-10 gallery."""

@@ -119,7 +119,7 @@ def test_predecessors_stay_within_the_budget_and_break_digits(method: str) -> No
     z = attack.images()
     torch.testing.assert_close(z.sum((1, 2, 3)), x.sum((1, 2, 3)))
     wide = wball.WassersteinBall(0.5, box=(0.0, 100.0))
-    assert (wide.distance(x, z) <= 0.5001).all() and (wide.distance(x, z) > 0.1).all()
+    assert (wide.distance(x, z) <= 0.5001).all()
     found, rejected = predecessors.broken(net, x, y, 0.5, method, steps=20)
     assert found.any() and rejected == 0
 

@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()
     (tmp_path / "results").mkdir()
     (tmp_path / "README.md").write_text("# A project\n")
-    shutil.copy(ROOT / "results" / "complete_mnist.json", tmp_path / "results")
+    shutil.copy(ROOT / "results" / "public_checks.json", tmp_path / "results")
     return tmp_path
 
 
@@ -58,34 +58,34 @@ def test_every_table_is_shown_somewhere(tables: ModuleType) -> None:
 def test_a_changed_result_makes_the_page_stale(
     tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = page(root, "before\n\n<!-- table: decided -->\n<!-- /table -->\n\nafter\n")
+    path = page(root, "before\n\n<!-- table: public-checks -->\n<!-- /table -->\n\nafter\n")
     assert tables.main(["--check"], root) == 1 and "docs/page.md" in capsys.readouterr().out
     assert path.read_text().endswith("<!-- /table -->\n\nafter\n"), "a check changes nothing"
     assert tables.main([], root) == 0 and tables.main(["--check"], root) == 0
     first = path.read_text(encoding="utf-8")
     assert first.startswith("before\n\n<!--") and first.endswith("-->\n\nafter\n")
-    result = root / "results" / "complete_mnist.json"
+    result = root / "results" / "public_checks.json"
     found = json.loads(result.read_text())
     row = found["rows"][0]
-    assert f"| `{row['model']}` | {row['eps']:g} | {row['images']:,} |" in first
-    assert "results/complete_mnist.json, NVIDIA H200" in first
-    row["images"] = 123
+    assert f"| `{row['model']}` | {row['eps']:g} | {row['robust']:.1f} % |" in first
+    assert "results/public_checks.json, NVIDIA H200" in first
+    row["robust"] = 12.3
     result.write_text(json.dumps(found))
     assert tables.main(["--check"], root) == 1 and tables.main([], root) == 0
-    assert f"| `{row['model']}` | {row['eps']:g} | 123 |" in path.read_text(encoding="utf-8")
+    assert f"| `{row['model']}` | {row['eps']:g} | 12.3 % |" in path.read_text(encoding="utf-8")
 
 
 def test_results_that_are_damaged_or_lack_rows(
     tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = root / "results" / "complete_mnist.json"
+    result = root / "results" / "public_checks.json"
     whole = result.read_text()
-    page(root, "<!-- table: decided -->\n<!-- /table -->\n")
+    page(root, "<!-- table: public-checks -->\n<!-- /table -->\n")
     for damaged in (whole[: len(whole) // 2], json.dumps({"rows": [{}]}), "[]"):
         result.write_text(damaged)
         assert tables.main([], root) == 1
         said = capsys.readouterr().err
-        assert "results/complete_mnist.json does not hold what the table shows" in said
+        assert "results/public_checks.json does not hold what the table shows" in said
         assert said.count("\n") == 1
 
 
@@ -94,13 +94,13 @@ def test_results_that_are_damaged_or_lack_rows(
     [
         (
             "<!-- table: nonsense -->\n<!-- /table -->\n",
-            "no table 'nonsense'; known are decided",
+            "no table 'nonsense'; known are public-checks",
         ),
         ("<!-- table: calls -->\n<!-- /table -->\n", "no results/calls_cuda.json"),
-        ("<!-- table: decided -->\n| a |\n", "without <!-- /table -->"),
+        ("<!-- table: public-checks -->\n| a |\n", "without <!-- /table -->"),
         ("| a |\n<!-- /table -->\n", "without <!-- /table -->"),
         (
-            "<!-- table: decided -->\n<!-- table: decided -->\n<!-- /table -->\n",
+            "<!-- table: public-checks -->\n<!-- table: public-checks -->\n<!-- /table -->\n",
             "not closed",
         ),
     ],

@@ -23,7 +23,7 @@ TABLE = re.compile(r"^((?:=+ +)+=+)\n(?:.*\n)+?\1\n(?:(?:.*\n)+?)\1$", re.MULTIL
 class Roles(griffe.Extension):
     """``:class:`~a.b.C``` becomes ``C``, ``.. math::`` a formula, tables and doctests become blocks of code.
 
-    What stands in a module begins with the line that imports it.
+    Functions and classes begin with the line that imports them.
     """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

@@ -49,24 +49,6 @@ def calls(gpu: Path, cpu: Path) -> list[Table]:
     return [Table(["public call", "H200", "two CPU cores"], cells)]
 
 
-def decided(path: Path) -> list[Table]:
-    """What complete verification says about the images of each model at each radius, and what it takes."""
-    head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
-    body = [
-        [
-            f"`{row['model']}`",
-            f"{row['eps']:g}",
-            f"{row['images']:,}",
-            *(percent(row[key]) for key in ("clean", "broken", "proved")),
-            f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
-            f"{row['seconds_mean']:.2f}",
-            f"{row['seconds_worst']:.1f}",
-        ]
-        for row in _content(path)["rows"]
-    ]
-    return [Table([*head, "mean time (s)", "worst time (s)"], body)]
-
-
 def public_checks(path: Path) -> list[Table]:
     """Robust accuracy of public networks under the standard attack."""
     found = _content(path)
@@ -214,7 +196,6 @@ class Source:
 
 
 TABLES = {
-    "decided": Source(decided, "complete_mnist.json"),
     "public-checks": Source(public_checks, "public_checks.json"),
     "summary": Source(
         summary,
