@@ -30,7 +30,7 @@ from wball.inputs import per_image
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
 
-SWEEPS, MOMENTUM, NATS = 60, 0.95, 50.0
+SWEEPS, MOMENTUM, NATS = 30, 0.95, 50.0
 """Of the oracle. A gradient is not like the sum of all before it, which
 :class:`~wball.DualAveraging` follows with three plain sweeps: those leave full pixels overfull, and
 the repair gives back a fifth of the gain. At ``NATS`` for the way of one pixel the entropy costs

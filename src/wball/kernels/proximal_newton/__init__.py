@@ -69,7 +69,7 @@ class Method(NamedTuple):
 
 
 QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, damping=1.0)
-LINEAR = Method(first=6.0, settled=0.2, cg_tol=0.003, damping=4.0)
+LINEAR = Method(first=6.0, settled=0.2, cg_tol=0.01, damping=4.0)
 ENTROPIC_QUADRATIC = Method(first=4.0, settled=3e-4, cg_tol=1e-2, damping=1e-2)
 ENTROPIC_LINEAR = Method(first=4.0, settled=3e-4, cg_tol=1e-2, damping=1.0)
 
