@@ -26,7 +26,7 @@ $(STAMP): $(SMALL)
 	@touch $@
 
 demo: $(SMALL) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m wball.demo
+	$(BIN)/python -m wball.demo
 
 docs: $(STAMP) ## refresh the tables from results/ and build the documentation into out/site
 	$(PIP) -e '.[docs]'

@@ -312,53 +312,41 @@ class Smoothed:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return ask(self.model, x)
         self._draws = self._draws or torch.Generator(x.device).manual_seed(0)
-        noise = [self.noise * normal(x, self._draws) for _ in range(DRAWS)]
-        scores: Tensor = _Averaged.apply(x, self, noise)
-        return scores
+        every = [self.noise * normal(x, self._draws) for _ in range(DRAWS)]
+
+        def pull(gradient: Tensor) -> Tensor:
+            total = torch.zeros_like(x)
+            for noise in every:  # one after the other: only one pass is in memory
+                with torch.enable_grad():
+                    image = x.detach().clone().requires_grad_(True)
+                    noisy = ask(self.model, into_box(image + noise, self.box))
+                total += _gradient_at(image, noisy, gradient)
+            return total / DRAWS
+
+        with torch.no_grad():
+            scores = ask(self.model, x)
+        return _Pulled.apply(x, scores, pull)
 
 
-class _Averaged(torch.autograd.Function):
-    """Forward, the scores of a model; backward, the mean of its gradients at noisy images. Only one
-    of these passes is in memory at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, smoothed: Smoothed, noise: list[Tensor]) -> Tensor:
-        ctx.x, ctx.smoothed, ctx.noise = x.detach(), smoothed, noise
-        return ask(smoothed.model, x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        total = torch.zeros_like(ctx.x)
-        for noise in ctx.noise:
-            with torch.enable_grad():
-                image = ctx.x.clone().requires_grad_(True)
-                scores = ask(ctx.smoothed.model, into_box(image + noise, ctx.smoothed.box))
-            if scores.requires_grad:  # otherwise the model cuts the graph
-                (found,) = torch.autograd.grad(scores, image, gradients[0], allow_unused=True)
-                total = total if found is None else total + found
-        return total / DRAWS, None, None
-
-
-class _AtPlace(torch.autograd.Function):
-    """Forward, the scores of a model; backward, their gradient at an inner place as that of the
-    image."""
+class _Pulled(torch.autograd.Function):
+    """Scores whose gradient ``pull`` maps to that of the image ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Model, number: int) -> Tensor:
-        with torch.enable_grad():
-            image = x.detach().requires_grad_(True)
-            ctx.zero, ctx.scores = torch.zeros_like(x), ask(model, image)
-        places = inner_places(ctx.scores, image)
-        ctx.place = places[number] if number < len(places) else image
-        values: Tensor = ctx.scores.detach()
-        return values
+    def forward(ctx: Any, x: Tensor, scores: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.pull = pull
+        return scores.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        if not ctx.scores.requires_grad:  # the model cuts the graph
-            return ctx.zero, None, None
-        (gradient,) = torch.autograd.grad(ctx.scores, [ctx.place], gradients[0], allow_unused=True)
-        return ctx.zero if gradient is None else gradient, None, None
+        return ctx.pull(gradients[0]), None, None
+
+
+def _gradient_at(place: Any, scores: Tensor, gradient: Tensor) -> Tensor | int:
+    """What the gradient of scores is at a place; 0 where the model cuts the graph."""
+    if not scores.requires_grad:
+        return 0
+    (found,) = torch.autograd.grad(scores, [place], gradient, allow_unused=True)
+    return 0 if found is None else found
 
 
 class Tapped:
@@ -374,8 +362,16 @@ class Tapped:
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return ask(self.model, x)
-        scores: Tensor = _AtPlace.apply(x, self.model, self.number)
-        return scores
+        with torch.enable_grad():
+            image = x.detach().requires_grad_(True)
+            scores = ask(self.model, image)
+        places = inner_places(scores, image)
+        place = places[self.number] if self.number < len(places) else image
+        return _Pulled.apply(
+            x,
+            scores.detach(),
+            lambda gradient: torch.zeros_like(x) + _gradient_at(place, scores, gradient),
+        )
 
 
 def inner_places(scores: Tensor, x: Tensor) -> list[GradientEdge]:

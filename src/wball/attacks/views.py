@@ -30,9 +30,9 @@ LOOKED_AT = 32
 """Images that views are compared on: half of them clean, half moved as an attack moves them."""
 DIRECTIONS = 16
 """Random changes of each of them."""
-SHAKEN = (0.02, 0.1, 0.3)
+SHAKEN, SHAKEN_PIXELS = (0.02, 0.1, 0.3), 28 * 28
 """Sizes of the changes, in pixel values: small for smooth models, large enough to cross a
-threshold."""
+threshold. Images of more pixels than this are changed by the same distance in all."""
 USEFUL, MOST = 0.3, 0.6
 """Cosine of predicted and measured changes above which an image's gradient is useful, and the share
 of images for which it must be. Useless gradients pass on a third of the images."""
@@ -219,8 +219,9 @@ def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
         return best
     gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
     draws = torch.Generator(x.device).manual_seed(0)
+    shrink = min(1.0, (SHAKEN_PIXELS / x[0].numel()) ** 0.5)
     for size in SHAKEN:
-        asked = into_box(x + size * normal(x, draws, DIRECTIONS), ball.box)
+        asked = into_box(x + shrink * size * normal(x, draws, DIRECTIONS), ball.box)
         with torch.no_grad():
             values = [objectives.cross_entropy(ask(view, one), y) for one in (x, *asked)]
         measured = (torch.stack(values[1:]) - values[0]).nan_to_num(0.0, 0.0, 0.0)

@@ -51,10 +51,10 @@ ROUNDING, DRIFT = 1e-4, 1e-2
 nondeterministic kernels may change."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """Largest size of all examples with their originals, and of a sample of them."""
-SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 400_000
+SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 100_000
 """Largest number of examples per radius that are checked by exact transport although a plan proves
-them: this number or this share of the images, but (except for the first) no more pixels, because a
-large image takes seconds."""
+them: this number or this share of the images, but no more pixels. A larger image takes seconds:
+one of each batch is checked."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Batches:
             images,
             plan=claims.proof,
             exact="sample",
-            sample=self._sampled(number),
+            sample=self._sampled(batch),
             generator=torch.Generator().manual_seed(int(self.settings["seed"])),
             workers=workers,
         )
@@ -297,9 +297,11 @@ class Batches:
         )
         return report, proof.cpu()
 
-    def _sampled(self, number: int) -> int:
-        """How many plans of a batch are checked at each radius."""
-        most = max(1, SAMPLE_PIXELS // self.data.first[0].numel())
+    def _sampled(self, batch: _Batch) -> int:
+        """How many plans of a batch are checked at this radius."""
+        most, number = SAMPLE_PIXELS // self.data.first[0].numel(), int(batch.notes["batch"])
+        if most == 0:
+            return int(not (batch.state["proof"] >= EXACT).any())
         total = min(most, max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(self.data))))
         return (number + 1) * total // self.count - number * total // self.count
 

@@ -23,7 +23,8 @@ from wball.evaluation.stream import Stream
 from wball.model import Model, top_class
 
 GALLERY = 200
-EXPLORER = 16
+EXPLORER, EXPLORER_PIXELS = 16, 500_000
+"""Largest number of images that are attacked again, and of their pixels."""
 RADII = 8
 STEPS = 20
 BASELINE, BASELINE_PIXELS = 100, 2_000_000
@@ -34,15 +35,16 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
     """Images for a report.
 
     - ``index``, ``original``: up to 200 images, spread evenly over their radii;
-    - ``explorer_index``: up to 16 of those that are classified correctly; ``explorer_radii``: up to
-      8 radii; ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss;
-      ``explorer_read_as``: their classes;
+    - ``explorer_index``: up to 16 (fewer large ones) of those that are classified correctly;
+      ``explorer_radii``: up to 8 radii; ``explorer``: ``(image, radius, C, H, W)``, the images of
+      highest loss; ``explorer_read_as``: their classes;
     - ``baseline``: accuracy on images shifted by one pixel, then at random points of each ball.
     """
     order = torch.sort(result.images["radius"], stable=True).indices
     index = spread(order, GALLERY).sort().values
     right = order[result.images["label"][order] == result.images["predicted"][order]]
-    shown = spread(right[torch.isin(right, index)], EXPLORER).sort().values
+    most = max(1, min(EXPLORER, EXPLORER_PIXELS // data.first[0].numel()))
+    shown = spread(right[torch.isin(right, index)], most).sort().values
     radii = spread(torch.tensor(result.radii, dtype=torch.float64), RADII)
     exhibit = {
         "index": index,
@@ -54,20 +56,17 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
     if len(shown) == 0:
         return exhibit
     (x, y), place = data.take(shown), {int(i): k for k, i in enumerate(result.examples["index"])}
-    images, classes = [], []
-    size = int(result.settings["batch_size"])
-    for eps in radii.tolist():
-        found = _attack(ball.at(eps))(model, x, y).images
-        read_as, found = top_class(answers(model, found, size)).cpu(), found.cpu()
-        for k, i in enumerate(shown.tolist()):
-            known = float(result.images["radius"][i]) <= eps and i in place
-            if known and read_as[k] == result.images["label"][i]:
-                found[k] = result.examples["adversarial"][place[i]]
-                read_as[k] = result.images["read_as"][i]
-        images.append(found)
-        classes.append(read_as)
-    explored = {"explorer": torch.stack(images, 1), "explorer_read_as": torch.stack(classes, 1)}
-    return {**exhibit, **explored}
+    size, count = int(result.settings["batch_size"]), len(radii)
+    attack = _attack(ball.at(radii.to(x.device).repeat(len(x))), size)
+    found = attack(model, x.repeat_interleave(count, 0), y.repeat_interleave(count)).images
+    read_as = top_class(answers(model, found, size)).cpu().view(-1, count)
+    found = found.cpu().unflatten(0, (-1, count))
+    for k, i in enumerate(shown.tolist()):
+        known = (result.images["radius"][i] <= radii) & (read_as[k] == result.images["label"][i])
+        if i in place:
+            found[k, known] = result.examples["adversarial"][place[i]]
+            read_as[k, known] = result.images["read_as"][i]
+    return {**exhibit, "explorer": found, "explorer_read_as": read_as}
 
 
 def _baseline(result: Evaluation, model: Model, data: Stream, ball: Ball) -> Tensor:
@@ -79,9 +78,11 @@ def _baseline(result: Evaluation, model: Model, data: Stream, ball: Ball) -> Ten
     return torch.stack([~misclassified(model, z, y, size) for z in points]).double().mean(1).cpu()
 
 
-def _attack(ball: Ball) -> GradientAttack:
-    kind = DualAveraging if "mass" in ball.describe() else PGD
-    return kind(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
+def _attack(ball: Ball, size: int) -> GradientAttack:
+    kind = DualAveraging if ball.has_plans else PGD
+    return kind(
+        ball, objective="margin", steps=STEPS, until_success=False, batch_size=size, progress=False
+    )
 
 
 def spread(values: Tensor, count: int) -> Tensor:
