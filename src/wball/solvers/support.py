@@ -87,7 +87,7 @@ def _solved(
         grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline
     )
     best = goal.at_centre(-still)
-    if len(goal.todo(best)) < len(x):
+    if bool(goal.single.any()):
         _bound_single(goal, best)
     if exact and math.isinf(goal.columns.hi):
         n_iter, kernel = _without_box(goal, effort.max_iter, best)

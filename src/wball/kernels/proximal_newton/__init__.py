@@ -129,6 +129,8 @@ def proximal_newton(
         todo = problem.todo(best)
         if not todo.numel():
             break
+        if served:  # continue from what the last kernel found
+            start, warm = best.u.clone(), True
         served.append(kernel)
         solve = dispatch.load("proximal_newton", kernel).proximal_newton
         home = torch.device("cpu") if kernel == "cpu" else problem.x.device
@@ -139,7 +141,6 @@ def proximal_newton(
             steps = solve(here, start[todo].to(home), max_iter, part, warm=warm)
             n_iter[todo] += steps.to(n_iter.device)
             best.put(todo, part)
-        start, warm = best.u.clone(), True
     return n_iter, "+".join(sorted(served)) or "none"
 
 
