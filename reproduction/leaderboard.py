@@ -170,10 +170,10 @@ def is_current(shop: Workshop, row: Data | None, part: str, images: int) -> bool
     known = row[part]
     if known is None or "skipped" in known:
         return known is not None or _noise(shop, row["name"]) is None
-    wanted = {f"{noise:g}" for noise in NOISES} if part == "smoothing" else set()
-    return known["images"] >= _proved(shop, row["dataset"], images) and wanted <= set(
-        known.get("noises", ())
-    )
+    wanted = NOISES if part == "smoothing" else PROTOCOLS[row["dataset"]].certified
+    has = known["noises" if part == "smoothing" else "accuracy"]
+    complete = all(f"{value:g}" in has for value in wanted)
+    return complete and known["images"] >= _proved(shop, row["dataset"], images)
 
 
 def measured(

@@ -64,7 +64,7 @@ def _certified(
 ) -> Table:
     radii = [f"{r:g}" for r in protocol.certified]
     shown = [row for row in rows if "accuracy" in row.get("certificate", {})]
-    cells = [_marked([row["certificate"]["accuracy"][r] for row in shown]) for r in radii]
+    cells = [_marked([row["certificate"]["accuracy"].get(r) for row in shown]) for r in radii]
     body = [
         [
             f"`{row['name']}`",
@@ -124,11 +124,7 @@ def _marked(values: Sequence[float | None]) -> list[str | None]:
 
 def page(content: Data, results: Path) -> str:
     """The page of a board, with what else is known in a folder of results."""
-    complete = [
-        row
-        for dataset in PROTOCOLS
-        for row in _known(results / f"complete_{dataset}.json").get("rows", ())
-    ]
+    complete = _known(results / "complete_mnist.json").get("rows", ())
     others = _known(results / "predecessors.json")
     shown = tables(content, complete) + ([predecessors(content, others)] if others else [])
     notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
