@@ -43,8 +43,8 @@ def missed_in_full_ball(
     ball = attacks[0].ball.take(here).at(FULL)
     guessed = torch.zeros(here.numel(), dtype=torch.bool, device=x.device)
     for shift in range(1, GUESSES + 1):
-        drifted = _drifted(ball, x[here], x.roll(shift, 0)[here])
-        guessed |= view.judge(task.take(here), drifted)
+        guess = drifted(ball, x[here], x.roll(shift, 0)[here])
+        guessed |= view.judge(task.take(here), guess)
     here = here[guessed]
     left = here
     for attack in attacks:
@@ -59,7 +59,7 @@ def missed_in_full_ball(
     return Finding("full-ball-survivors", left.numel(), here.numel())
 
 
-def _drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
+def drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
     """The images, with their mass drawn towards the shapes of others."""
     oracle = ball.oracle(x)
     b = START_NATS * normalised(others - x)

@@ -3,8 +3,8 @@
 ============================  ===================================================================
 code                          raised if
 ============================  ===================================================================
-``missed-example``            random points of the largest ball, or other images projected onto
-                              it, fool the model where the attack found nothing
+``missed-example``            random points of the largest ball, or points towards other images,
+                              fool the model where the attack found nothing
 ``changed-answers``           the model answers differently about clean images when asked again
                               at the end
 ``clean-accuracy-at-chance``  the model classifies few clean images correctly: the data or their
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball.attacks.base import understood
 from wball.attacks.checks import find_signs
+from wball.attacks.control import drifted
 from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
@@ -49,12 +49,7 @@ SUPERSEDED = {
 SURVIVORS, PIXELS = 32, 200_000
 """Largest number of surviving images that are looked at, and of their pixels."""
 SAMPLES, OTHERS = 8, 4
-"""Random points, and projections of other images, per surviving image."""
-PROJECTED = 64 * 64 * 3
-"""Largest number of pixels for projections, which are slow for large images."""
-ROUGHLY: dict[str, Any] = {"tol": 1e-2, "max_iter": 20}
-"""Precision of the projections. Their points are in the ball at any precision."""
-
+"""Random points, and points towards other images, per surviving image."""
 FEW, ABOVE_CHANCE = 10, 0.2
 """Images below which an accuracy says nothing, and the least share of the way from chance to 1."""
 
@@ -143,7 +138,7 @@ def look_for_missed(
 ) -> tuple[EvaluationWarning, ...]:
     """Whether points that need no gradient fool the model on images that survived.
 
-    They are random points of the largest ball, and other images projected onto it. A model that
+    They are random points of the largest ball, and points of it towards other images. A model that
     hides its gradients is found by them. A ball that contains every image has no survivors.
     """
     top, size = float(result.settings["radii"][-1]), int(result.settings["batch_size"])
@@ -158,34 +153,20 @@ def look_for_missed(
     fooled = torch.zeros(len(alive), dtype=torch.bool, device=data.device)
     for _ in range(SAMPLES):
         fooled |= misclassified(model, largest.sample(centres, generator), labels, size)
-    for shift in range(1, OTHERS + 1) if pixels <= PROJECTED else ():
-        others = _others(result.images["predicted"], labels, shift)
-        if others is not None:
-            options = understood(largest.project, **ROUGHLY)
-            points = largest.project(centres, data[others], **options).point
-            fooled |= misclassified(model, points, labels, size)
+    for shift in range(1, OTHERS + 1):
+        others = data[(alive + 7919 * shift) % len(data)]
+        fooled |= misclassified(model, drifted(largest, centres, others), labels, size)
     if not bool(fooled.any()):
         return ()
     return (
         EvaluationWarning(
             "missed-example",
-            "random points of the ball, or other images projected onto it, fool the model on "
+            "random points of the ball, or points towards other images, fool the model on "
             f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
             "the attack is blind on this model: use the standard attack, more steps, or a "
             "differentiable approximation of the model",
         ),
     )
-
-
-def _others(predicted: Tensor, labels: Tensor, shift: int) -> Tensor | None:
-    """For each label, an image that is predicted as another class; another one per ``shift``."""
-    chosen = []
-    for label in labels.tolist():
-        different = (predicted != label).nonzero().squeeze(1)
-        if different.numel() == 0:
-            return None
-        chosen.append(int(different[(shift * 7919) % len(different)]))
-    return torch.tensor(chosen)
 
 
 def misclassified(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:

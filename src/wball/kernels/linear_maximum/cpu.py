@@ -281,7 +281,7 @@ def _maxima(given, moves, rounds, start, stop, answer):  # type: ignore[no-untyp
     beyond = Beyond(np.empty(channels), np.empty((channels, 0)))
     for n in range(start, stop):
         a, x, budget = given.a[n], given.x[n], given.budget[n]
-        count = 0
+        count = np.int64(0)  # a literal would be compiled for itself first
         for c in range(channels):
             for r in range(height):
                 for k in range(width):

@@ -193,9 +193,9 @@ def _arrive(work, pad, n, scale, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
-    """Fill the working memory. Returns the places of rows with mass and of columns they reach,
-    there and in the image."""
+def _lay_out(work, image, tau, moves, ones, shift, back):  # type: ignore[no-untyped-def]
+    """Fill the working memory and the shifts of the moves. Returns the places of rows with mass and
+    of columns they reach, there and in the image."""
     x, w, u = image
     rows, columns, ring = moves.rows, moves.columns, moves.ring
     channels, full_height, full_width = x.shape
@@ -203,6 +203,9 @@ def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
     rr, rc = moves.reach
     height, width = bottom - top + 2 * rr, right - left + 2 * rc
     n, pad = channels * height * width, rr * width + rc
+    for k in range(rows.size):
+        shift[k] = rows[k] * width + columns[k]
+        back[k] = -shift[k]
     for row in (X, E, A, TMP):  # whose margins are read
         line = work[row]
         for i in range(n + 2 * pad):
@@ -221,7 +224,7 @@ def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
                     lit_spots[count] = (c * full_height + r) * full_width + j
                     count += 1
     lit, lit_spots = lit[:count], lit_spots[:count]
-    correlate(work[TMP], work[X], pad, n, -(rows * width + columns), ones, ring[0], ring[-1])
+    correlate(work[TMP], work[X], pad, n, back, ones, ring[0], ring[-1])
     count = 0
     for c in range(channels):
         for r in range(max(top - rr, 0), min(bottom + rr, full_height)):
@@ -235,7 +238,7 @@ def _lay_out(work, image, tau, moves, ones):  # type: ignore[no-untyped-def]
                     reached[count] = at + j
                     spots[count] = (c * full_height + r) * full_width + j
                     count += 1
-    return n, pad, width, lit, lit_spots, reached[:count], spots[:count]
+    return n, pad, lit, lit_spots, reached[:count], spots[:count]
 
 
 @compiled(inner=True)
@@ -253,13 +256,7 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     """Results are point and potential, numbers, sweeps, and the factors of the plans."""
     x, w, u, budget, tau, psi = given
-    rows, columns, fee, ring_cost, ring = (
-        moves.rows,
-        moves.columns,
-        moves.fee,
-        moves.ring_cost,
-        moves.ring,
-    )
+    fee, ring_cost, ring = moves.fee, moves.ring_cost, moves.ring
     out, numbers, n_iter, factors = answer
     lo, hi, tol, max_iter = settings.box.lo, settings.box.hi, settings.tol, settings.max_iter
     f = Factors(
@@ -269,30 +266,36 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
     sizes = np.zeros(MEMORY)
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     weights(fee, 0.0, ones)
-    fees = np.where(fee < math.inf, fee, 0.0)
+    toll, shift, back = np.empty(fee.size), np.empty_like(moves.rows), np.empty_like(moves.rows)
     least = math.log(lo) if lo > 0.0 else -math.inf
     for m in range(x.shape[0]):
-        heat, flat_x, flat_w = tau[m], x[m].reshape(-1), w[m].reshape(-1)
-        mass, at_centre = flat_x.sum(), 0.5 * ((flat_w - flat_x) ** 2).sum()
+        heat, flat_x, flat_w, start = tau[m], x[m].reshape(-1), w[m].reshape(-1), u[m].reshape(-1)
+        point, potential = out[0, m].reshape(-1), out[1, m].reshape(-1)
+        mass, at_centre = 0.0, 0.0
+        for i in range(flat_x.size):  # loops compile much faster than expressions of arrays
+            mass += flat_x[i]
+            at_centre += 0.5 * (flat_w[i] - flat_x[i]) ** 2
         single = mass <= 0.0 or budget[m] <= 0.0
-        out[0, m] = x[m]
-        out[1, m] = u[m] if single else w[m]
+        for i in range(flat_x.size):
+            point[i], potential[i] = flat_x[i], start[i] if single else flat_w[i]
         numbers[m, _PSI], numbers[m, _OBJECTIVE], numbers[m, _ALLOWED] = (
             psi[m],
             at_centre,
             tol * at_centre,
         )
-        if factors.size > 0:
-            factors[m, 1] = 0.0
+        keep, give = factors[m, 0].reshape(-1), factors[m, 1].reshape(-1)
+        for i in range(give.size):
+            give[i] = 0.0
         if single:
             continue
 
-        n, pad, width, lit, lit_spots, reached, spots = _lay_out(
-            work, (x[m], w[m], u[m]), heat, moves, ones
+        n, pad, lit, lit_spots, reached, spots = _lay_out(
+            work, (x[m], w[m], u[m]), heat, moves, ones, shift, back
         )
-        shift, count = rows * width + columns, reached.size
-        flat = Flat(pad, n, shift, -shift, fee, ring[1])
-        near = 0.5 * ((flat_w[spots] - flat_x[spots]) ** 2).sum()
+        count, near = reached.size, 0.0
+        flat = Flat(pad, n, shift, back, fee, ring[1])
+        for i in spots:
+            near += 0.5 * (flat_w[i] - flat_x[i]) ** 2
         beyond = max(at_centre - near, 0.0)  # no mass gets there
         lines = PlanLines(
             work[MASS, : lit.size], work, RINGS, 0,
@@ -337,7 +340,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             if about <= target * size or last:
                 offers += 1
                 _repair(work, f, flat, weight, settings)
-                spent = _spent(work, flat, weight * fees)
+                for k in range(fee.size):
+                    toll[k] = weight[k] * fee[k] if fee[k] < math.inf else 0.0
+                spent = _spent(work, flat, toll)
                 scale = min(budget[m] / max(spent, TINY), 1.0)
                 spent *= scale
                 divergence = _divergence(work, pad, n, scale)
@@ -364,8 +369,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
 
         n_iter[m] = steps
         numbers[m, _PSI] = heat * price
-        point, potential = out[0, m].reshape(-1), out[1, m].reshape(-1)
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, point, potential)
-        if factors.size > 0:
-            keep, give = factors[m, 0].reshape(-1), factors[m, 1].reshape(-1)
-            keep[spots], give[lit_spots] = work[KEEP][reached], scale * work[GIVE][lit]
+        if keep.size > 0:
+            for i in range(count):
+                keep[spots[i]] = work[KEEP, reached[i]]
+            for i in range(lit.size):
+                give[lit_spots[i]] = scale * work[GIVE, lit[i]]
