@@ -84,6 +84,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
             MOMENTUM=request.momentum > 0, EXACT=exact, BLOCK=table.block,
             num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
+        del staged  # before the second launch has its own
     z, *described = images.unbind()
     return EntropicPlan(z, *numbers.unbind(), price, *described)
 

@@ -108,8 +108,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
-    u, psi = problem.start()
-    start = (u.contiguous(), psi)
+    first, psi = problem.start()
+    start = (first.contiguous(), psi)
+    del first  # only the first launch needs it
     memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
     recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
     for exact in (False, True) if batch else ():
@@ -124,6 +125,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
         )  # fmt: skip
         start = (u_out, psi_out)
+        del staged  # before the second launch has its own
     objective, gap, allowed, cost, residual, scale = numbers.unbind()
     plan = (None, None)
     if problem.factors:
