@@ -6,32 +6,44 @@ Each is a question with a known answer, asked after an attack about the images t
 - in a ball so large that mass may go as far as the ground cost lets it, an attack must find an
   example wherever a cheap guess finds one: mass that drifts towards the shapes of other images
   (``full-ball-survivors``);
+- a :class:`Student`, a network that learnt the model's labels and nothing else, must not lead to
+  more examples than the model's own gradients (``black-box-stronger``);
 - more steps must not help (``loss-still-rising``);
 - the model must answer with finite numbers (``non-finite``).
 
-A model that fails none of them may still hide something, but not from these.
+None of them knows how a model hides its gradients. A model that fails none of them may still hide
+something, but not from these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from wball.attacks.base import GradientAttack
+from wball.attacks.base import GradientAttack, normal
 from wball.attacks.batch import Task
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
 from wball.attacks.views import View
 from wball.ball import Ball
-from wball.model import Model, ask
+from wball.model import Model, ask, top_class
+from wball.zoo import list_models, load_model
 
 FULL = 1e6
 """A radius that no transport reaches."""
 SURVIVORS, GUESSES = 16, 4
 """Images looked at, and other images that each drifts towards."""
+LESSONS, AT_ONCE = 60, 64
+"""Gradient steps between two attacks on a student, and images in each of them."""
+RATE, MOMENTUM = 0.02, 0.9
+"""Of these steps."""
+LARGEST = 500_000
+"""Weights of a student, at most."""
 
 
 def missed_in_full_ball(
@@ -77,3 +89,67 @@ def not_finite(model: Model, *images: Tensor) -> Finding:
 
 def _overflows(logits: Tensor) -> Tensor:
     return (logits.isnan() | logits.isposinf()).any(1)
+
+
+class Student:
+    """A network that learns the labels of a model, to be attacked in its place (Papernot et al.
+    2017).
+
+    Attributes:
+        network: images to logits.
+    """
+
+    def __init__(self, network: nn.Module, model: Model, generator: torch.Generator) -> None:
+        self.network = network
+        self._model, self._generator = model, generator
+        self._points, self._labels = list[Tensor](), list[Tensor]()
+        self._moving = [torch.zeros_like(weight) for weight in network.parameters()]
+
+    def ask_about(self, points: Tensor) -> None:
+        """Note the model's labels of some images."""
+        with torch.no_grad():
+            labels = top_class(ask(self._model, points))
+        self._points.append(points[labels >= 0])
+        self._labels.append(labels[labels >= 0])
+
+    def learn(self) -> None:
+        """Learn the labels that were noted, by gradient descent with momentum."""
+        points, labels = torch.cat(self._points), torch.cat(self._labels)
+        weights = list(self.network.requires_grad_(True).parameters())
+        for _ in range(max(LESSONS, len(points) // AT_ONCE) if len(points) else 0):
+            draws = self._generator
+            some = torch.randint(len(points), (AT_ONCE,), generator=draws, device=draws.device)
+            some = some.to(points.device)
+            with torch.enable_grad():
+                loss = F.cross_entropy(self.network(points[some]), labels[some])
+                slopes = torch.autograd.grad(loss, weights)
+            with torch.no_grad():
+                for weight, moving, slope in zip(weights, self._moving, slopes, strict=True):
+                    weight -= RATE * moving.mul_(MOMENTUM).add_(slope)
+        self.network.requires_grad_(False)
+
+
+def untaught(x: Tensor, classes: int, generator: torch.Generator) -> list[nn.Module]:
+    """Networks for a student to start from: those of the package that take images like these, or
+    a small one with random weights."""
+    networks = list[nn.Module]()
+    for name in list_models():
+        with suppress(RuntimeError, ValueError), torch.no_grad():  # images of another shape
+            network = load_model(name).to(x)
+            small = sum(weight.numel() for weight in network.parameters()) <= LARGEST
+            if small and network(x[:1]).shape == (1, classes):
+                networks.append(network)
+    if networks:
+        return networks
+    grid = x if x.ndim == 4 else x[:, None, None, :]
+    network = nn.Sequential(
+        nn.Unflatten(1, grid.shape[1:]) if x.ndim == 2 else nn.Identity(),
+        nn.Conv2d(grid.shape[1], 16, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(7), nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 100), nn.ReLU(), nn.Linear(100, classes),
+    ).to(x)  # fmt: skip
+    for weight in network.parameters():
+        spread = (2 / weight[0].numel()) ** 0.5 if weight.ndim > 1 else 0.0
+        weight.data = spread * normal(weight.data, generator)
+    return [network]

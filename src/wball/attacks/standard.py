@@ -31,7 +31,8 @@ member   objective      step size  steps  remarks
 20       margin         6 -> 0     100    near only, random start, 3 nats
 21       margin         0.5        150    constant step size, from the best attempt
 22       scores                           search without gradients, 1,000 forward passes
-23       none                             best attempts, rounded to 8 bits
+23       several        6 -> 0     30     on students, which learn the model's labels
+24       none                             best attempts, rounded to 8 bits
 =======  =============  =========  =====  ===========================================
 
 - *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained
@@ -40,8 +41,12 @@ member   objective      step size  steps  remarks
   still rising.
 - Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
   balls without plans. Member 22 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch`
-  for models that return labels only. Member 23 runs if the images are 8-bit images: a model may be
-  weak only there.
+  for models that return labels only.
+- Member 23 (:class:`wball.attacks.control.Student`) uses nothing of the model but its labels, so
+  that no mask matters to it. It runs if more images survive than one in fifty, on the bundled
+  network whose examples fool the model most often, or on a small one with random weights. Rounds of
+  learning and attacking follow each other until nothing new is broken.
+- Member 24 runs if the images are 8-bit images: a model may be weak only there.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own
@@ -71,7 +76,7 @@ from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.batch import StepCount, Task
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import Finding, merged
+from wball.attacks.findings import CODES, Finding, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
 from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
@@ -92,6 +97,11 @@ CLEARLY = 1e-3
 another order, so that an example with a smaller margin may be none there."""
 NEAR = 0.1
 """An attempt is almost an example if its margin is below this share of the clean image's."""
+STUDENT_ROUNDS, STUDENT_TRIES, SAMPLES = 8, 3, 4
+"""Attacks on a student at most, those after which it must break another image each time, and random
+points per image whose labels it learns."""
+AUDITION = 16
+"""Images that networks for a student to start from are compared on."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,9 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
     ),
 }
 
+TRANSFERRED = tuple(_Member(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2"))
+"""Attacks on a student, by turns."""
+
 
 @dataclass(frozen=True)
 class StandardAttack(Attack):
@@ -206,7 +219,8 @@ class StandardAttack(Attack):
         """The settings as plain data, with the number of the version and the list of members."""
         members = [str(member) for member in MEMBERS[self.version]]
         if self.version == "standard":
-            members += [f"search without gradients, {QUERIES} forward passes", "8-bit rounding"]
+            members += [f"search without gradients, {QUERIES} forward passes"]
+            members += ["students", "8-bit rounding"]
         return {**super().describe(), "version_number": VERSION, "members": members}
 
     def members(
@@ -294,8 +308,10 @@ class StandardAttack(Attack):
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)
         assert ensemble.best is not None
-        if self.version == "standard" and self.levels is None and on_levels(x, 256):
-            ensemble.round_attempts(len(members))
+        if self.version == "standard":
+            ensemble.attack_students(len(members), classes, generator)
+            if self.levels is None and on_levels(x, 256):
+                ensemble.round_attempts(len(members) + 1)
         best = ensemble.finish()
         return replace(best, findings=self._findings(view, task, best, members))
 
@@ -309,7 +325,8 @@ class StandardAttack(Attack):
         assert best.member is not None and best.rising is not None
         count, survived = best.success.numel(), ~best.success
         alive = int(survived.sum())
-        searched = int((best.member == len(members) - 1).sum()) if self.version != "fast" else 0
+        blind = (best.member == len(members) - 1) | (best.member == len(members))
+        searched = 0 if self.version == "fast" else int(blind.sum())
         found = [
             control.not_finite(task.model, task.x, best.images),
             Finding("masked-gradients", 0 if view.is_useful else alive, count),
@@ -351,14 +368,15 @@ class _Ensemble:
             left &= self.near | self.rising
         return left.nonzero().squeeze(1)
 
-    def add(self, number: int, here: Tensor, found: AttackResult) -> None:
-        """Merge what a member found, with success judged on the model itself."""
+    def add(self, number: int, here: Tensor, found: AttackResult) -> AttackResult:
+        """Merge what a member found, with success judged on the model itself, and return it."""
         part = self._task.take(here)
         found = self._attack.take(here).stored(found, part)
         found, margin, clear = _judged(found, self._view, part)
         self.near[here] |= margin > self._almost[here]
         self._clear[here] = clear
         self._merge(number, here, found)
+        return found
 
     def _merge(self, number: int, here: Tensor, found: AttackResult) -> None:
         if self.best is None:
@@ -368,19 +386,58 @@ class _Ensemble:
             self.best = updated(self.best, here, found, better)
         self.member[here[found.success & better]] = number
 
+    def survivors(self) -> Tensor:
+        assert self.best is not None
+        return (~self.best.success).nonzero().squeeze(1)
+
+    def attack_students(self, number: int, classes: int, generator: torch.Generator) -> None:
+        """Attack networks that learn the model's labels, until nothing new is broken."""
+        task, left = self._task, self.survivors()
+        if left.numel() <= (CODES["black-box-stronger"].tolerated or 0) * len(task):
+            return  # they could not change what the evaluation says
+        ball, first, turn = self._attack.ball, left[:AUDITION], TRANSFERRED[1]
+
+        def broken(network: Model) -> int:
+            return int(self._transfer(number, first, network, turn, generator).success.sum())
+
+        network = max(control.untaught(task.x, classes, generator), key=broken)
+        student = control.Student(network, task.model, generator)
+        assert self.best is not None
+        for points in (
+            task.x,
+            self.best.images,
+            *(ball.sample(task.x, generator) for _ in range(SAMPLES)),
+        ):
+            student.ask_about(points)
+        for turns in range(STUDENT_ROUNDS):
+            left = self.survivors()
+            if left.numel() == 0:
+                return
+            turn = TRANSFERRED[turns % len(TRANSFERRED)]
+            found = self._transfer(number, left, network, turn, generator)
+            if turns + 1 >= STUDENT_TRIES and not bool(found.success.any()):
+                return
+            student.ask_about(found.images)
+            student.learn()
+
+    def _transfer(
+        self, number: int, here: Tensor, network: Model, turn: _Member, generator: torch.Generator
+    ) -> AttackResult:
+        """Attack a network in place of the model, and judge the images on the model."""
+        attack = self._attack.take(here)
+        member = replace(turn.on(attack.ball, attack.proofs), until_success=False)
+        part = replace(self._task.take(here), model=network)
+        return self.add(number, here, _claimed(member.attack_batch(part, generator)))
+
     def round_attempts(self, number: int) -> None:
         """Round the best attempts of surviving images to 8 bits, in case these are examples."""
         assert self.best is not None
-        left = (~self.best.success).nonzero().squeeze(1)
+        left = self.survivors()
         if left.numel() == 0:
             return
-        none = torch.zeros_like(left)
-        attempts = AttackResult(
-            self.best.images[left], none == 0, self.best.distance[left], self.best.loss[left],
-            none, (AttackStatus.FOUND,) * left.numel(), self.best.radius[left],
-        )  # fmt: skip
         ball, part = self._attack.ball.take(left), self._task.take(left)
-        found = to_levels(attempts, ball, part, 256, self._view.judge)
+        attempts = replace(self.best.take(left), n_steps=torch.zeros_like(left), queries=None)
+        found = to_levels(_claimed(attempts), ball, part, 256, self._view.judge)
         broken = found.success.nonzero().squeeze(1)
         if broken.numel():
             self._merge(number, left[broken], found.take(broken))
@@ -395,6 +452,12 @@ class _Ensemble:
             self.best = without(self.best, lost)
             self.member[lost] = -1
         return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
+
+
+def _claimed(attempts: AttackResult) -> AttackResult:
+    """The result with every attempt claimed to be an example, for a judge to decide."""
+    success = torch.ones_like(attempts.success)
+    return replace(attempts, success=success, status=(AttackStatus.FOUND,) * success.numel())
 
 
 def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor, Tensor]:
