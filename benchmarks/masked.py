@@ -396,8 +396,7 @@ MASKS: dict[str, Mask] = {
         opened=True,
     ),
     "scripted rounding": Mask(
-        lambda net: (lambda step: lambda z: net(step(z)))(torch.jit.script(_Scripted())),
-        opened=True,
+        lambda net: (lambda step: lambda z: net(step(z)))(torch.jit.script(_Scripted()))
     ),
     "JPEG-like": Mask(lambda net: lambda z: net(_coded(z, 0.05, torch.round))),
     "JPEG-like in NumPy": Mask(lambda net: lambda z: net(_coded(z, 0.05, _outside(np.round)))),
@@ -487,7 +486,7 @@ MASKS: dict[str, Mask] = {
     "short mantissa": Mask(lambda net: lambda z: net(_mantissa(z)), opened=True),
     "one-hot code": Mask(lambda net: lambda z: net(_one_hot_code(z)), opened=True),
     "embedded levels": Mask(lambda net: lambda z: net(_embedded(z)), opened=True),
-    "rounding by unique values": Mask(lambda net: lambda z: net(_unique(z)), opened=True),
+    "rounding by unique values": Mask(lambda net: lambda z: net(_unique(z))),
     "rounding in Python": Mask(lambda net: lambda z: net(_by_hand(z)), opened=True),
     "patches from a book": Mask(lambda net: lambda z: net(_patches(z))),
     "bilateral filter": Mask(lambda net: lambda z: net(_bilateral(z))),

@@ -132,7 +132,7 @@ def test_model_is_left_as_found(name: str, net: nn.Module, images: Tensor, label
     net.conv.weight.grad = torch.ones_like(net.conv.weight)
     running, state = net.norm.running_mean.clone(), torch.get_rng_state()
     attack = ATTACKS[name]
-    with pytest.warns(wball.attacks.checks.ModelWarning) if name == "fast" else torch.no_grad():
+    with pytest.warns(wball.attacks.findings.ModelWarning) if name == "fast" else torch.no_grad():
         attack(net, images, labels)
     assert net.training and net.conv.training and not net.drop.training
     assert not net.head.weight.requires_grad and net.conv.weight.requires_grad

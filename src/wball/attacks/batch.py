@@ -239,10 +239,7 @@ class AttackBatch:
         with torch.enable_grad():
             logits = ask(self.task.model, z)
             loss = self.loss(logits)
-            gradient = None  # where the model cuts the graph
-            if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss.sum(), z, allow_unused=True)
-        gradient = torch.zeros_like(z) if gradient is None else gradient
+            gradient = objectives.slope(loss, z)
         self.queries += 1
         self._consider(state, logits.detach(), loss.detach())
         return self.made_step(gradient)

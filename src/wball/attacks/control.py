@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball.attacks.base import GradientAttack, normal
+from wball.attacks.base import Attack, normal
 from wball.attacks.batch import Task
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
@@ -47,7 +47,7 @@ LARGEST = 500_000
 
 
 def missed_in_full_ball(
-    attacks: Sequence[GradientAttack], view: View, task: Task, survived: Tensor
+    attacks: Sequence[Attack], view: View, task: Task, survived: Tensor
 ) -> Finding:
     """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks
     does."""
@@ -62,10 +62,8 @@ def missed_in_full_ball(
     for attack in attacks:
         if left.numel() == 0:
             break
-        draws = torch.Generator(x.device).manual_seed(0)
+        draws, part = torch.Generator(x.device).manual_seed(0), task.take(left)
         full = attack.at(FULL).take(left)
-        assert isinstance(full, GradientAttack)
-        part = task.take(left)
         found = full.attack_batch(replace(part, model=view.model), draws)
         left = left[~(found.success & view.judge(part, found.images))]
     return Finding("full-ball-survivors", left.numel(), here.numel())
@@ -83,12 +81,9 @@ def not_finite(model: Model, *images: Tensor) -> Finding:
     """How many images have an answer with NaN or infinity, where -inf is a class that is ruled
     out."""
     with torch.no_grad():
-        bad = torch.stack([_overflows(ask(model, part)) for part in images]).any(0)
+        answers = [ask(model, part) for part in images]
+    bad = torch.stack([(one.isnan() | one.isposinf()).any(1) for one in answers]).any(0)
     return Finding("non-finite", int(bad.sum()), bad.numel())
-
-
-def _overflows(logits: Tensor) -> Tensor:
-    return (logits.isnan() | logits.isposinf()).any(1)
 
 
 class Student:
@@ -101,27 +96,25 @@ class Student:
 
     def __init__(self, network: nn.Module, model: Model, generator: torch.Generator) -> None:
         self.network = network
-        self._model, self._generator = model, generator
+        self._model, self._draws = model, generator
         self._points, self._labels = list[Tensor](), list[Tensor]()
         self._moving = [torch.zeros_like(weight) for weight in network.parameters()]
 
-    def ask_about(self, points: Tensor) -> None:
-        """Note the model's labels of some images."""
+    def learn(self, points: Tensor) -> None:
+        """Ask the model for the labels of more images, and learn all of them by gradient descent
+        with momentum."""
         with torch.no_grad():
-            labels = top_class(ask(self._model, points))
-        self._points.append(points[labels >= 0])
-        self._labels.append(labels[labels >= 0])
-
-    def learn(self) -> None:
-        """Learn the labels that were noted, by gradient descent with momentum."""
-        points, labels = torch.cat(self._points), torch.cat(self._labels)
+            self._labels += [top_class(ask(self._model, part)) for part in points.split(AT_ONCE)]
+        self._points.append(points)
+        images, labels = torch.cat(self._points), torch.cat(self._labels)
         weights = list(self.network.requires_grad_(True).parameters())
-        for _ in range(max(LESSONS, len(points) // AT_ONCE) if len(points) else 0):
-            draws = self._generator
-            some = torch.randint(len(points), (AT_ONCE,), generator=draws, device=draws.device)
-            some = some.to(points.device)
+        device = self._draws.device
+        for _ in range(max(LESSONS, len(labels) // AT_ONCE)):
+            some = torch.randint(len(labels), (AT_ONCE,), generator=self._draws, device=device)
+            some = some.to(labels.device)
             with torch.enable_grad():
-                loss = F.cross_entropy(self.network(points[some]), labels[some])
+                logits = self.network(images[some])
+                loss = F.cross_entropy(logits, labels[some], ignore_index=-1)
                 slopes = torch.autograd.grad(loss, weights)
             with torch.no_grad():
                 for weight, moving, slope in zip(weights, self._moving, slopes, strict=True):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
-from wball.attacks.search import BlackBoxSearch, reachable_pixels
+from wball.attacks.score_search import BlackBoxSearch, reachable_pixels
 from wball.ball import Ball
 from wball.inputs import per_image
 

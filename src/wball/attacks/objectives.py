@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,16 @@ def find(objective: str | Objective) -> Objective:
     raise ValueError(
         f'objective must be one of {", ".join(_NAMED)}, "runner-up-<k>", or a callable, got {objective!r}'
     )
+
+
+def slope(value: Tensor, z: Tensor) -> Tensor:
+    """The gradient of an objective at ``z``; 0 where the model cuts the graph, or torch has no
+    derivative."""
+    gradient = None
+    if value.requires_grad:
+        with suppress(NotImplementedError):
+            (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
+    return torch.zeros_like(z) if gradient is None else gradient
 
 
 def report(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:

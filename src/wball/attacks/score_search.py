@@ -26,17 +26,19 @@ something else.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.base import into_box, normal
+from wball.attacks.base import GradientAttack, into_box, normal
 from wball.attacks.batch import AttackBatch, plan_of_nothing
 from wball.attacks.dual_averaging import Potentials, normalised
-from wball.attacks.search import BlackBoxSearch, reachable_pixels
+from wball.ball import Ball
 from wball.inputs import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
@@ -54,6 +56,50 @@ RESTARTS = {0.5: 2, 0.75: 3}
 rank."""
 AT_ONCE = 8192
 """Images in one forward pass."""
+
+
+@dataclass(frozen=True)
+class BlackBoxSearch(GradientAttack):
+    """A search by forward passes alone, on any ball. ``result.queries`` counts them per image.
+
+    Attributes:
+        queries: forward passes per image, at most.
+        directions: noisy copies evaluated at each step.
+        step_size: in nats per step, see :class:`~wball.DualAveraging`.
+    """
+
+    queries: int = 5000
+    directions: int = 20
+    step_size: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("directions", self.directions, self.least_directions)
+        inputs.check_count("queries", self.queries, self.at_start + self.per_step)
+        inputs.check_positive("step_size", self.step_size)
+
+    @property
+    def least_directions(self) -> int:
+        return 1
+
+    @property
+    @abstractmethod
+    def at_start(self) -> int:
+        """Forward passes outside of the steps: the clean image, the start, the last candidate."""
+
+    @property
+    @abstractmethod
+    def per_step(self) -> int:
+        """Forward passes of each step."""
+
+    @property
+    def n_gradients(self) -> int:
+        return (self.queries - self.at_start) // self.per_step
+
+
+def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
+    """1 where the ball lets a pixel change: random potentials move mass wherever it can go."""
+    return (ball.oracle(x)(normal(x, generator)).z != x).to(x)
 
 
 @dataclass

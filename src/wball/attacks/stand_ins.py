@@ -23,8 +23,8 @@ Results that cannot carry a gradient (booleans, integers) carry their stand-in a
 replaced by the scores before the softmax or argmax; where several networks vote, by the mean of
 theirs. The class stays the model's own.
 
-Operations are intercepted where Python calls torch. :class:`Tapped` and :class:`Smoothed` serve the
-rest: scripted modules, an ``autograd.Function`` of the model, shattered gradients.
+Operations are intercepted where Python calls torch. :class:`Smoothed` serves flat and
+shattered gradients.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
 from wball.model import Model, ask
 
@@ -51,9 +51,6 @@ ALIKE = 0.5
 """Correlation above which a tensor is taken for a changed copy of another."""
 TIED = 1e-5
 """Scores that differ by less, relative to the largest, may change places by rounding."""
-TAPS = 4
-"""Inner places that are tried, nearest to the output first: there all of a mask lies before
-them."""
 DRAWS = 8
 """Noisy copies that a gradient is averaged over."""
 SHADOW = "_wball_shadow"
@@ -225,7 +222,7 @@ class StandIns:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._count = 0
-        self._sources: dict[int, float] | None = None  # scores of the first answer, with factors
+        self._sources: list[int] | None = None  # scores of the first answer
 
     @property
     def replaces_scores(self) -> bool:
@@ -241,7 +238,7 @@ class StandIns:
             self._count, self._sources = len(every), _sources(every, logits)
         if not self._sources:
             return logits
-        scores = [every[k].to(logits) * factor for k, factor in self._sources.items()]
+        scores = [every[k].to(logits) for k in self._sources]
         return _with_class_of(logits, torch.stack(scores).mean(0))
 
 
@@ -251,20 +248,14 @@ def _as_rows(scores: Tensor, logits: Tensor) -> Tensor:
     return scores.T if turned else scores.reshape(logits.shape)
 
 
-def _sources(scores: list[Tensor], logits: Tensor) -> dict[int, float]:
-    """The earliest scores that the classes were chosen by, all that do not follow from each other.
-
-    Factors give them the same spread.
-    """
+def _sources(scores: list[Tensor], logits: Tensor) -> list[int]:
+    """The earliest scores that the classes were chosen by, all that do not follow from each
+    other."""
     alike = [k for k, one in enumerate(scores) if _chose(one, logits)]
     alike = [k for k in alike if _implies(scores[k], logits)] or alike
-    first = [
+    return [
         k for n, k in enumerate(alike) if not any(_implies(scores[j], scores[k]) for j in alike[:n])
     ]
-    if len(first) < 2:
-        return dict.fromkeys(first, 1.0)
-    spread = {k: scores[k].detach().double().std(1).median().item() for k in first}
-    return {k: max(spread.values()) / s for k, s in spread.items() if 0 < s < math.inf}
 
 
 def _chose(scores: Tensor, logits: Tensor) -> bool:
@@ -303,15 +294,14 @@ class Smoothed:
         self,
         model: Model,
         noise: float,
-        box: tuple[float, float] | None = None,
-        draws: torch.Generator | None = None,
+        box: tuple[float, float] | None,
+        draws: torch.Generator,
     ) -> None:
         self.model, self.noise, self.box, self._draws = model, noise, box, draws
 
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return ask(self.model, x)
-        self._draws = self._draws or torch.Generator(x.device).manual_seed(0)
         every = [self.noise * normal(x, self._draws) for _ in range(DRAWS)]
 
         def pull(gradient: Tensor) -> Tensor:
@@ -320,7 +310,7 @@ class Smoothed:
                 with torch.enable_grad():
                     image = x.detach().clone().requires_grad_(True)
                     noisy = ask(self.model, into_box(image + noise, self.box))
-                total += _gradient_at(image, noisy, gradient)
+                    total += objectives.slope(noisy * gradient, image)
             return total / DRAWS
 
         with torch.no_grad():
@@ -339,57 +329,3 @@ class _Pulled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         return ctx.pull(gradients[0]), None, None
-
-
-def _gradient_at(place: Any, scores: Tensor, gradient: Tensor) -> Tensor | int:
-    """What the gradient of scores is at a place; 0 where the model cuts the graph."""
-    if not scores.requires_grad:
-        return 0
-    (found,) = torch.autograd.grad(scores, [place], gradient, allow_unused=True)
-    return 0 if found is None else found
-
-
-class Tapped:
-    """``model`` with the gradient at its ``number``-th inner place that has the shape of the image.
-
-    Everything before that place (an ``autograd.Function`` of the model, a scripted module, an
-    oscillating transformation, a division by zero) is treated as the identity, as in BPDA.
-    """
-
-    def __init__(self, model: Model, number: int) -> None:
-        self.model, self.number = model, number
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return ask(self.model, x)
-        with torch.enable_grad():
-            image = x.detach().requires_grad_(True)
-            scores = ask(self.model, image)
-        places = inner_places(scores, image)
-        place = places[self.number] if self.number < len(places) else image
-        return _Pulled.apply(
-            x,
-            scores.detach(),
-            lambda gradient: torch.zeros_like(x) + _gradient_at(place, scores, gradient),
-        )
-
-
-def inner_places(scores: Tensor, x: Tensor) -> list[GradientEdge]:
-    """Edges of the graph whose gradient has the shape of ``x``, nearest to the scores first; not
-    ``x`` itself."""
-    found: list[GradientEdge] = []
-    layer = [] if scores.grad_fn is None else [scores.grad_fn]
-    seen = set(layer)
-    while layer and len(found) < TAPS:
-        below = []
-        for node in layer:
-            for number, about in enumerate(getattr(node, "_input_metadata", ())):
-                # The image itself has no next functions.
-                if tuple(about.shape) == tuple(x.shape) and node.next_functions:
-                    found.append(GradientEdge(node, number))
-            for after, _ in node.next_functions:
-                if after is not None and after not in seen:
-                    seen.add(after)
-                    below.append(after)
-        layer = below
-    return found[:TAPS]

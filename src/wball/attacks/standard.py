@@ -5,7 +5,7 @@ Each member attacks only the images that survived those before it. The members d
 their objective, because local optima depend on it most: an image that survives a hundred steps of
 the margin is often broken at once by an attack on its second or third likeliest class.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 3*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 4*)
 
 =======  =============  =========  =====  ===========================================
 member   objective      step size  steps  remarks
@@ -40,13 +40,13 @@ member   objective      step size  steps  remarks
 - *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was
   still rising.
 - Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
-  balls without plans. Member 22 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch`
-  for models that return labels only.
+  balls without plans. Member 22 is :class:`~wball.ScoreSearch`.
 - Member 23 (:class:`wball.attacks.control.Student`) uses nothing of the model but its labels, so
   that no mask matters to it. It runs if more images survive than one in fifty, on the bundled
   network whose examples fool the model most often, or on a small one with random weights. Rounds of
   learning and attacking follow each other until nothing new is broken.
-- Member 24 runs if the images are 8-bit images: a model may be weak only there.
+- Member 24 runs if the images are 8-bit images: a model may be weak only there. Attempts of member
+  23 are rounded, too.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own
@@ -64,19 +64,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks import checks, control, objectives
+from wball.attacks import control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.batch import StepCount, Task
-from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import CODES, Finding, merged
+from wball.attacks.findings import Finding, ModelWarning, find_signs, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
 from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
@@ -88,7 +87,7 @@ from wball.model import Model, as_found, ask, check_classes, full_precision
 
 Version = Literal["standard", "fast"]
 
-VERSION = 3
+VERSION = 4
 """Number of the member list; results name it."""
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the search: with useful gradients, and without."""
@@ -97,11 +96,11 @@ CLEARLY = 1e-3
 another order, so that an example with a smaller margin may be none there."""
 NEAR = 0.1
 """An attempt is almost an example if its margin is below this share of the clean image's."""
-STUDENT_ROUNDS, STUDENT_TRIES, SAMPLES = 8, 3, 4
-"""Attacks on a student at most, those after which it must break another image each time, and random
-points per image whose labels it learns."""
-AUDITION = 16
-"""Images that networks for a student to start from are compared on."""
+STUDENT_ROUNDS, SAMPLES = 8, 4
+"""Attacks on a student at most, and random points per image whose labels it learns."""
+AUDITION, FEW = 16, 0.02
+"""Images that networks for a student to start from are compared on, and the share of survivors up
+to which there are no students: they could not make the result unreliable."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +127,7 @@ class _Member:
         return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
 
     def __str__(self) -> str:
-        size = f"{self.step_size:g}" + (" -> 0" if self.decay else "")
-        remarks = {
-            f"random start {self.random_start:g} nats": self.random_start,
-            "from the best attempt": self.from_best,
-            "near only": self.near,
-            f"smoothed {self.smoothed:g}": self.smoothed,
-        }
-        named = f"{self.objective}, step size {size}, {self.steps} steps"
-        return ", ".join([named, *(remark for remark, given in remarks.items() if given)])
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value)
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
         if ball.has_plans:
@@ -188,7 +179,7 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
     ),
 }
 
-TRANSFERRED = tuple(_Member(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2"))
+TRANSFERRED = tuple(_Member(name, steps=30) for name in ("margin", "cross-entropy", "runner-up-2"))
 """Attacks on a student, by turns."""
 
 
@@ -203,7 +194,7 @@ class StandardAttack(Attack):
     Attributes:
         version: ``"standard"`` or ``"fast"``.
         check: warn of signs that a robust accuracy may be an artefact
-            (:class:`wball.attacks.checks.ModelWarning`).
+            (:class:`wball.attacks.findings.ModelWarning`).
         view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
     """
 
@@ -229,7 +220,6 @@ class StandardAttack(Attack):
         targeted: bool = False,
         classes: int | None = None,
         hidden: bool = False,
-        labels_only: bool = False,
     ) -> tuple[GradientAttack, ...]:
         """The attacks that are run, in order.
 
@@ -237,14 +227,11 @@ class StandardAttack(Attack):
             targeted: leave out runner-up members.
             classes: leave out runner-up members for classes that do not exist.
             hidden: as for a model without useful gradients.
-            labels_only: as for a model that returns labels only.
         """
         kinds = self._gradient_members(targeted, classes)
         members = tuple(kind.on(self.ball, self.proofs) for kind in kinds)
         if self.version != "standard":
             return members
-        if labels_only:
-            return *members, DecisionSearch(self.ball, queries=QUERIES_IF_HIDDEN, progress=False)
         queries = QUERIES_IF_HIDDEN if hidden else QUERIES
         return *members, ScoreSearch(self.ball, queries=queries, progress=False, proofs=self.proofs)
 
@@ -257,8 +244,8 @@ class StandardAttack(Attack):
         return sum(member.n_gradients for member in self.members())
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:
-        for message in checks.find_signs(model, x, y).values() if self.check else ():
-            warnings.warn(message, checks.ModelWarning, stacklevel=3)
+        for message in find_signs(model, x, y).values() if self.check else ():
+            warnings.warn(message, ModelWarning, stacklevel=3)
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
         """The attack with its view of the model, for several calls on one model, as at several
@@ -283,9 +270,7 @@ class StandardAttack(Attack):
         view = self.view or best_view(task.model, x, task.y, self.ball)
         hidden, classes = not (view.is_useful and (view.own or view.clear)), outputs.shape[1]
         targeted = task.target is not None
-        members = self.members(
-            targeted=targeted, classes=classes, hidden=hidden, labels_only=view.labels_only
-        )
+        members = self.members(targeted=targeted, classes=classes, hidden=hidden)
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
         kinds = [*self._gradient_members(targeted, classes), SEARCH]
@@ -298,7 +283,7 @@ class StandardAttack(Attack):
             if kind.from_best and ensemble.best is not None:
                 part = replace(part, start=ensemble.best.images[here])
             if kind.smoothed:
-                if view.random or isinstance(view.model, Smoothed):  # averaged already
+                if view.random:  # averaged already
                     continue
                 smoothed = Smoothed(view.model, kind.smoothed, self.ball.box, generator)
                 part = replace(part, model=smoothed)
@@ -310,8 +295,8 @@ class StandardAttack(Attack):
         assert ensemble.best is not None
         if self.version == "standard":
             ensemble.attack_students(len(members), classes, generator)
-            if self.levels is None and on_levels(x, 256):
-                ensemble.round_attempts(len(members) + 1)
+            left = ensemble.survivors()
+            ensemble.round_attempts(len(members) + 1, left, ensemble.best.take(left))
         best = ensemble.finish()
         return replace(best, findings=self._findings(view, task, best, members))
 
@@ -337,7 +322,7 @@ class StandardAttack(Attack):
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
         if alive and task.target is None:
-            found.append(control.missed_in_full_ball(members[:2], view, task, survived))
+            found.append(control.missed_in_full_ball(members[:4], view, task, survived))
         return merged(found)
 
 
@@ -354,6 +339,7 @@ class _Ensemble:
     def __init__(self, attack: StandardAttack, view: View, task: Task) -> None:
         self._attack, self._view, self._task = attack, view, task
         self.best: AttackResult | None = None
+        self._on_bytes = attack.levels is None and on_levels(task.x, 256)
         self.member = torch.full_like(task.y, -1)
         self.rising, self.near, self._clear = (
             torch.zeros_like(self.member, dtype=torch.bool) for _ in range(3)
@@ -392,55 +378,47 @@ class _Ensemble:
 
     def attack_students(self, number: int, classes: int, generator: torch.Generator) -> None:
         """Attack networks that learn the model's labels, until nothing new is broken."""
-        task, left = self._task, self.survivors()
-        if left.numel() <= (CODES["black-box-stronger"].tolerated or 0) * len(task):
-            return  # they could not change what the evaluation says
-        ball, first, turn = self._attack.ball, left[:AUDITION], TRANSFERRED[1]
-
-        def broken(network: Model) -> int:
-            return int(self._transfer(number, first, network, turn, generator).success.sum())
-
-        network = max(control.untaught(task.x, classes, generator), key=broken)
-        student = control.Student(network, task.model, generator)
-        assert self.best is not None
-        for points in (
-            task.x,
-            self.best.images,
-            *(ball.sample(task.x, generator) for _ in range(SAMPLES)),
-        ):
-            student.ask_about(points)
-        for turns in range(STUDENT_ROUNDS):
+        x, left, draws = self._task.x, self.survivors(), generator
+        if left.numel() <= FEW * len(x):
+            return
+        networks = control.untaught(x, classes, draws)
+        first = left[:AUDITION]
+        broken = [int(self._transfer(number, first, n, draws)[1].sum()) for n in networks]
+        network = networks[broken.index(max(broken))]
+        student = control.Student(network, self._task.model, draws)
+        points = [x, *(self._attack.ball.sample(x, draws) for _ in range(SAMPLES))]
+        for turn in range(1, STUDENT_ROUNDS + 1):
             left = self.survivors()
             if left.numel() == 0:
                 return
-            turn = TRANSFERRED[turns % len(TRANSFERRED)]
-            found = self._transfer(number, left, network, turn, generator)
-            if turns + 1 >= STUDENT_TRIES and not bool(found.success.any()):
+            images, success = self._transfer(number, left, network, draws, turn)
+            if turn > 2 and not bool(success.any()):
                 return
-            student.ask_about(found.images)
-            student.learn()
+            student.learn(torch.cat([*points, images]))
+            points = []
 
     def _transfer(
-        self, number: int, here: Tensor, network: Model, turn: _Member, generator: torch.Generator
-    ) -> AttackResult:
-        """Attack a network in place of the model, and judge the images on the model."""
-        attack = self._attack.take(here)
-        member = replace(turn.on(attack.ball, attack.proofs), until_success=False)
+        self, number: int, here: Tensor, network: Model, generator: torch.Generator, turn: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Attack a network in place of the model. Returns the images, and which are examples for
+        the model, as they are or rounded to 8 bits."""
+        attack, kind = self._attack.take(here), TRANSFERRED[turn % len(TRANSFERRED)]
+        member = replace(kind.on(attack.ball, attack.proofs), until_success=False)
         part = replace(self._task.take(here), model=network)
-        return self.add(number, here, _claimed(member.attack_batch(part, generator)))
+        found = self.add(number, here, _claimed(member.attack_batch(part, generator)))
+        return found.images, found.success | self.round_attempts(number + 1, here, found)
 
-    def round_attempts(self, number: int) -> None:
-        """Round the best attempts of surviving images to 8 bits, in case these are examples."""
-        assert self.best is not None
-        left = self.survivors()
-        if left.numel() == 0:
-            return
-        ball, part = self._attack.ball.take(left), self._task.take(left)
-        attempts = replace(self.best.take(left), n_steps=torch.zeros_like(left), queries=None)
+    def round_attempts(self, number: int, here: Tensor, attempts: AttackResult) -> Tensor:
+        """Round attempts on 8-bit images to 8 bits. Returns which of these are examples."""
+        if here.numel() == 0 or not self._on_bytes:
+            return torch.zeros_like(attempts.success)
+        ball, part = self._attack.ball.take(here), self._task.take(here)
+        attempts = replace(attempts, n_steps=torch.zeros_like(here), queries=None)
         found = to_levels(_claimed(attempts), ball, part, 256, self._view.judge)
         broken = found.success.nonzero().squeeze(1)
         if broken.numel():
-            self._merge(number, left[broken], found.take(broken))
+            self._merge(number, here[broken], found.take(broken))
+        return found.success
 
     def finish(self) -> AttackResult:
         """The result, without examples that are none in batches of other sizes."""

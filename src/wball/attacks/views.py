@@ -1,15 +1,14 @@
-"""How an attack looks at a model: logarithms, scales, averages, stand-ins and detours.
+"""How an attack looks at a model: logarithms, scales, averages and stand-ins.
 
 :func:`best_view` compares what the gradient of a model predicts with what the model does when
 images are changed a little. If the gradient predicts little (zero, saturated, shattered, cut off),
-the candidates of :mod:`wball.attacks.stand_ins` are tried, and the one that predicts best is used.
+the stand-ins of :mod:`wball.attacks.stand_ins` are tried, and used if they predict more.
 Success is always judged on the model itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +19,9 @@ from torch.nn import functional as F
 from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
 from wball.attacks.batch import Task
-from wball.attacks.checks import are_probabilities
 from wball.attacks.dual_averaging import normalised
-from wball.attacks.stand_ins import Smoothed, StandIns, Tapped, inner_places
+from wball.attacks.findings import are_probabilities
+from wball.attacks.stand_ins import StandIns
 from wball.ball import Ball
 from wball.model import Model, answers_differ, ask, full_precision, reached
 
@@ -37,15 +36,13 @@ USEFUL, MOST = 0.3, 0.6
 """Cosine of predicted and measured changes above which an image's gradient is useful, and the share
 of images for which it must be. Useless gradients pass on a third of the images."""
 CLEAR, CLEAR_IF_RANDOM, WORTH, WORTH_IF_CLEAR = 0.8, 0.5, 0.1, 0.02
-"""Mean cosine above which no detours are tried (0.85 to 0.99 on networks without a mask), and by
-how much another view must be better; less for stand-ins of clear gradients, which differ only where
-a part of the model has no gradient."""
+"""Mean cosine of clear gradients (0.85 to 0.99 on networks without a mask), and by how much stand-ins
+must be better; less where gradients are clear, and differ only because a part of the model has
+none."""
 CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of models that cannot run where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
 """Usual spread of an image's logits. Other logits are multiplied by a power of two."""
-SMOOTHED = (0.02, 0.1)
-"""Sizes of the noise, in pixel values, that shattered gradients are averaged over."""
 ASKED_AGAIN, FEW = 7, 4
 """Repeated evaluations of a few images, to detect random answers."""
 DRAWS = 8
@@ -89,7 +86,6 @@ class View:
         own: whether gradients are the model's own, without stand-ins.
         random: whether repeated evaluations differ.
         probabilities: whether the model returns probabilities.
-        labels_only: whether it returns labels and no scores.
         clear: whether gradients predict the model as well as those of networks without a mask.
     """
 
@@ -98,7 +94,6 @@ class View:
     own: bool
     random: bool
     probabilities: bool
-    labels_only: bool = False
     clear: bool = True
 
     @property
@@ -112,12 +107,6 @@ class View:
         with torch.no_grad(), full_precision():
             every = [reached(ask(task.model, z), task.y, task.target) for _ in range(ANSWERS)]
         return torch.stack(every).sum(0) * 2 > ANSWERS
-
-
-def are_labels(outputs: Tensor) -> bool:
-    """Whether the rows of all images have the same values, as one-hot rows do."""
-    rows = outputs.sort(1).values
-    return rows.shape[0] > 1 and bool((rows == rows[:1]).all())
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
@@ -141,36 +130,28 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
     x, y, ball = x[right], y[right], ball.take(right)
     points = _moved(ball, x)
-    own = seen(model)
-    try:
-        cosine = foresight(own, points, y, ball)
-    except NotImplementedError:  # an operation without a derivative in torch
-        own = seen(torch.no_grad()(partial(ask, model)))
-        cosine = foresight(own, points, y, ball)
-    best, clear = own, CLEAR_IF_RANDOM if random else CLEAR
+    view = own = seen(model)
+    slope = _slope(own, points, y)
+    cosine = foresight(own, points, y, slope, ball)
+    least = CLEAR_IF_RANDOM if random else CLEAR
     open_model = StandIns(model)
-    for number, candidate in enumerate(_others(open_model, x[:1], ball.box)):
-        is_clear = float(cosine.mean()) >= clear
-        if is_clear and number > 0:
-            break
-        try:
-            view = seen(candidate)
-            other = foresight(view, points, y, ball)
-        except torch.OutOfMemoryError:
-            raise
-        except CANNOT:
-            continue
-        worth = WORTH_IF_CLEAR if is_clear else WORTH
-        exact = probabilities and bool((outputs > 0).all())
-        if number == 0 and open_model.replaces_scores and not exact:
-            # Saturated outputs are flat or rounded to 0 and 1; the scores before them are not.
-            worth = -WORTH
-        if float(other.mean()) > float(cosine.mean()) + worth:
-            best, cosine = view, other
-    useful = float((cosine > USEFUL).double().mean())
-    labels_only = useful < MOST and are_labels(outputs)
-    is_clear = float(cosine.mean()) >= clear
-    return View(best, useful, best is own, random, probabilities, labels_only, is_clear)
+    try:
+        other = seen(open_model)
+        other_slope = _slope(other, points, y)
+        if open_model.replaces_scores or not torch.equal(slope, other_slope):
+            worth = WORTH_IF_CLEAR if float(cosine.mean()) >= least else WORTH
+            if open_model.replaces_scores and not (probabilities and bool((outputs > 0).all())):
+                # Saturated outputs are flat or rounded to 0 and 1; the scores before them are not.
+                worth = -WORTH
+            better = foresight(other, points, y, other_slope, ball)
+            if len(x) and float(better.mean()) > float(cosine.mean()) + worth:
+                view, cosine = other, better
+    except torch.OutOfMemoryError:
+        raise
+    except CANNOT:
+        pass
+    useful, clear = float((cosine > USEFUL).double().mean()), float(cosine.mean()) >= least
+    return View(view, useful, view is own, random, probabilities, clear)
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
@@ -183,24 +164,15 @@ def _moved(ball: Ball, x: Tensor) -> Tensor:
     return points
 
 
-def _others(open_model: StandIns, one: Tensor, box: tuple[float, float] | None) -> Iterator[Model]:
-    """Other sources of gradients, cheap ones first."""
-    if one.shape[0] == 0:
-        return
-    yield open_model
+def _slope(view: Model, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of the cross-entropy, with 0 where it is not finite."""
     with torch.enable_grad():
-        z = one.detach().requires_grad_(True)
-        try:
-            places = len(inner_places(ask(open_model, z), z))
-        except torch.OutOfMemoryError:
-            raise
-        except CANNOT:
-            places = 0
-    yield from (Tapped(open_model, number) for number in range(places))
-    yield from (Smoothed(open_model, noise, box) for noise in SMOOTHED)
+        z = x.detach().clone().requires_grad_(True)
+        slope = objectives.slope(objectives.cross_entropy(ask(view, z), y), z)
+    return normalised(slope.nan_to_num(0.0, 0.0, 0.0))
 
 
-def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
+def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> Tensor:
     """How well each image's gradient predicts the effect of random changes; 1 for no images.
 
     This is the cosine of predicted and measured changes of the objective, at the size of changes
@@ -209,15 +181,8 @@ def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
     if x.shape[0] == 0:
         return x.new_ones(1)
     best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-    with torch.enable_grad():
-        z = x.detach().clone().requires_grad_(True)
-        value = objectives.cross_entropy(ask(view, z), y)
-        gradient = None
-        if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
-    if gradient is None:
+    if not bool(slope.any()):
         return best
-    gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
     draws = torch.Generator(x.device).manual_seed(0)
     shrink = min(1.0, (SHAKEN_PIXELS / x[0].numel()) ** 0.5)
     for size in SHAKEN:
@@ -225,7 +190,7 @@ def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
         with torch.no_grad():
             values = [objectives.cross_entropy(ask(view, one), y) for one in (x, *asked)]
         measured = (torch.stack(values[1:]) - values[0]).nan_to_num(0.0, 0.0, 0.0)
-        predicted = ((asked - x) * gradient).flatten(2).sum(2)
+        predicted = ((asked - x) * slope).flatten(2).sum(2)
         best = torch.maximum(best, _cosine(predicted, measured).to(best))
     return best
 
@@ -233,9 +198,8 @@ def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     """Cosine of each image's changes ``(DIRECTIONS, B)`` without their means, whatever their
     scale."""
-    scaled = []
-    for change in (a.double(), b.double()):
-        centred = change - change.mean(0)
-        tiny = torch.finfo(torch.float64).tiny
-        scaled.append(centred / centred.abs().amax(0).clamp(min=tiny))
-    return F.cosine_similarity(scaled[0], scaled[1], dim=0)
+    tiny = torch.finfo(torch.float64).tiny
+    one, two = (
+        F.normalize((change - change.mean(0)).double(), dim=0, eps=tiny) for change in (a, b)
+    )
+    return (one * two).sum(0)

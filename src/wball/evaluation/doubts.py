@@ -16,8 +16,8 @@ code                          raised if
                               certificate of the sample
 ============================  ===================================================================
 
-The other codes are those of the attack (:data:`wball.attacks.findings.CODES`) and of the checks of
-the model (:mod:`wball.attacks.checks`).
+The other codes are those of the attack and of the checks of the model
+(:mod:`wball.attacks.findings`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball.attacks.checks import find_signs
 from wball.attacks.control import drifted
-from wball.attacks.findings import Finding
+from wball.attacks.findings import Finding, find_signs
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
 from wball.evaluation.result import Evaluation, EvaluationWarning
@@ -40,12 +39,8 @@ from wball.model import Model, as_found, judge
 
 HARMLESS = frozenset({"train-mode"})
 """Codes of the checks of the model that are notes."""
-SUPERSEDED = {
-    "zero-gradient": {"masked-gradients", "stand-in-gradients"},
-    "random-model": {"random-answers"},
-    "non-finite": {"masked-gradients", "stand-in-gradients"},
-}
-"""Signs in the model that do not matter if the attack reports one of these findings."""
+DEALT_WITH = {"masked-gradients", "stand-in-gradients", "random-answers"}
+"""Findings of an attack that tell more than signs in the model."""
 SURVIVORS, PIXELS = 32, 200_000
 """Largest number of surviving images that are looked at, and of their pixels."""
 SAMPLES, OTHERS = 8, 4
@@ -63,7 +58,9 @@ def as_warnings(
 ) -> tuple[tuple[EvaluationWarning, ...], tuple[EvaluationWarning, ...]]:
     """Warnings and notes, from the findings of the attack and the signs in the model."""
     seen = {finding.code for finding in findings}
-    signs = [s for s in signs if not seen & (SUPERSEDED.get(s.code, set()) | {s.code})]
+    signs = [
+        s for s in signs if s.code not in seen and (s.code in HARMLESS or not seen & DEALT_WITH)
+    ]
     said = [(f.serious, EvaluationWarning(f.code, f.message, f.remedy)) for f in findings]
     said += [(sign.code not in HARMLESS, sign) for sign in signs]
     doubts, notes = ([w for serious, w in said if serious is kind] for kind in (True, False))
