@@ -40,8 +40,8 @@ SURVIVORS, GUESSES = 16, 4
 """Images looked at, and other images that each drifts towards."""
 LESSONS, AT_ONCE = 60, 64
 """Gradient steps between two attacks on a student, and images in each of them."""
-RATE, MOMENTUM = 0.02, 0.9
-"""Of these steps."""
+RATE = 0.1
+"""Length of these steps, in gradients."""
 LARGEST = 500_000
 """Weights of a student, at most."""
 
@@ -98,11 +98,10 @@ class Student:
         self.network = network
         self._model, self._draws = model, generator
         self._points, self._labels = list[Tensor](), list[Tensor]()
-        self._moving = [torch.zeros_like(weight) for weight in network.parameters()]
 
     def learn(self, points: Tensor) -> None:
-        """Ask the model for the labels of more images, and learn all of them by gradient descent
-        with momentum."""
+        """Ask the model for the labels of more images, and learn all of them by gradient
+        descent."""
         with torch.no_grad():
             self._labels += [top_class(ask(self._model, part)) for part in points.split(AT_ONCE)]
         self._points.append(points)
@@ -117,8 +116,8 @@ class Student:
                 loss = F.cross_entropy(logits, labels[some], ignore_index=-1)
                 slopes = torch.autograd.grad(loss, weights)
             with torch.no_grad():
-                for weight, moving, slope in zip(weights, self._moving, slopes, strict=True):
-                    weight -= RATE * moving.mul_(MOMENTUM).add_(slope)
+                for weight, slope in zip(weights, slopes, strict=True):
+                    weight -= RATE * slope
         self.network.requires_grad_(False)
 
 

@@ -67,10 +67,6 @@ class DecisionSearch(BlackBoxSearch):
     directions: int = 40
 
     @property
-    def least_directions(self) -> int:
-        return 2
-
-    @property
     def at_start(self) -> int:
         return 2 + 2 * CLOUDS * len(STARTS)
 

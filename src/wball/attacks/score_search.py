@@ -74,13 +74,9 @@ class BlackBoxSearch(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inputs.check_count("directions", self.directions, self.least_directions)
+        inputs.check_count("directions", self.directions, 2)
         inputs.check_count("queries", self.queries, self.at_start + self.per_step)
         inputs.check_positive("step_size", self.step_size)
-
-    @property
-    def least_directions(self) -> int:
-        return 1
 
     @property
     @abstractmethod

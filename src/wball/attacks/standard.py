@@ -123,8 +123,8 @@ class _Member:
     @property
     def rank(self) -> int:
         """Rank of the wrong class that the member aims at; 0 for any class."""
-        objective = objectives.find(self.objective)
-        return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
+        rank: int = getattr(objectives.find(self.objective), "rank", 0)
+        return rank
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value)

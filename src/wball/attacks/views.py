@@ -128,9 +128,11 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
         return partial(_averaged, view) if random else view
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
+    view = own = seen(model)
+    if right.numel() == 0:
+        return View(own, 1.0, True, random, probabilities)
     x, y, ball = x[right], y[right], ball.take(right)
     points = _moved(ball, x)
-    view = own = seen(model)
     slope = _slope(own, points, y)
     cosine = foresight(own, points, y, slope, ball)
     least = CLEAR_IF_RANDOM if random else CLEAR
@@ -144,7 +146,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
                 # Saturated outputs are flat or rounded to 0 and 1; the scores before them are not.
                 worth = -WORTH
             better = foresight(other, points, y, other_slope, ball)
-            if len(x) and float(better.mean()) > float(cosine.mean()) + worth:
+            if float(better.mean()) > float(cosine.mean()) + worth:
                 view, cosine = other, better
     except torch.OutOfMemoryError:
         raise
@@ -157,8 +159,6 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 def _moved(ball: Ball, x: Tensor) -> Tensor:
     """Every other image at a point of its ball, as in an attack: there pixels are neither black nor
     white."""
-    if x.shape[0] == 0:
-        return x
     points = ball.oracle(x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
     points[::2] = x[::2]
     return points
@@ -173,13 +173,11 @@ def _slope(view: Model, x: Tensor, y: Tensor) -> Tensor:
 
 
 def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> Tensor:
-    """How well each image's gradient predicts the effect of random changes; 1 for no images.
+    """How well each image's gradient predicts the effect of random changes.
 
     This is the cosine of predicted and measured changes of the objective, at the size of changes
     that the gradient predicts best.
     """
-    if x.shape[0] == 0:
-        return x.new_ones(1)
     best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
     if not bool(slope.any()):
         return best
