@@ -49,8 +49,8 @@ member   objective      step size  steps  remarks
   23 are rounded, too.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
-All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own
-gradients are of no use, the search has 5,000 forward passes. Random models are averaged, and the
+All members attack the view of the model that :mod:`wball.attacks.views` selects. If no gradients
+predict it clearly, the search has 5,000 forward passes. Random models are averaged, and the
 majority of 15 answers decides. If an example has a tiny margin (:data:`CLEARLY`), the next members
 search for a clearer one; otherwise it counts if it is also an example in batches of other sizes.
 ``result.findings`` lists what the views and the control experiments (:mod:`wball.attacks.control`)
@@ -268,7 +268,7 @@ class StandardAttack(Attack):
         if task.target is not None:
             check_classes("target", task.target, outputs)
         view = self.view or best_view(task.model, x, task.y, self.ball)
-        hidden, classes = not (view.is_useful and (view.own or view.clear)), outputs.shape[1]
+        hidden, classes = not (view.is_useful and view.clear), outputs.shape[1]
         targeted = task.target is not None
         members = self.members(targeted=targeted, classes=classes, hidden=hidden)
         if self.levels is not None:
