@@ -117,7 +117,7 @@ class Student:
                 slopes = torch.autograd.grad(loss, weights)
             with torch.no_grad():
                 for weight, slope in zip(weights, slopes, strict=True):
-                    weight -= RATE * slope
+                    weight.sub_(RATE * slope)
         self.network.requires_grad_(False)
 
 
