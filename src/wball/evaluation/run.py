@@ -80,7 +80,7 @@ def evaluate(
             checked by :func:`wball.verify`.
         exact: which examples to check by exact transport. ``"sample"``: those without a plan that
             proves their distance, and of the others up to 1 % of the images, or 32 if that is more,
-            at each radius (of images over 100,000 pixels, one of each batch).
+            at each radius (none of more than 100,000 pixels, which take longer than an attack).
             ``"all"``: all of them, which may take longer than the attack. A search for the smallest
             radius solves all of them.
         out: a folder for results, examples and the report's images. An interrupted evaluation is
