@@ -25,7 +25,7 @@ $(STAMP): $(SMALL)
 	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(SMALL) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
+demo: $(SMALL) ## evaluate two bundled models on bundled digits, write out/demo/report.html (a minute, no download)
 	$(BIN)/python -m wball.demo
 
 docs: $(STAMP) ## refresh the tables from results/ and build the documentation into out/site

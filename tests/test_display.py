@@ -27,6 +27,8 @@ def test_results_are_short_in_a_session_and_a_table_in_a_notebook() -> None:
         (certified, ("CertificateResult", "certified accuracy", "plans full")),
         (evaluated, ("Evaluation", "model small <net>", "robust accuracy at 0.3", "reliable")),
         (smallest, ("MinimalRadius", f"broken {int(smallest.success.sum())}")),
+        (wball.audit(ball, x, x), ("AuditReport", "valid 5")),
+        (ball.project(x, x.flip(3)), ("ProjectionResult", "converged 5")),
     ):
         assert len(repr(result)) < 250 and "\n" not in repr(result) and "tensor" not in repr(result)
         assert all(word in repr(result) for word in words)

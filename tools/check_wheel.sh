@@ -46,7 +46,7 @@ PY
 
 echo "== with the report"
 "$work/env/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "${wheel}[report]"
-"$work/env/bin/python" -m wball.demo --images 8 > demo.log || { cat demo.log; exit 1; }
+"$work/env/bin/python" -m wball.demo --limit 8 > demo.log || { cat demo.log; exit 1; }
 test -s out/demo/report.html
 tail -1 demo.log
 echo "fine"

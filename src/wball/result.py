@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from wball.display import Summarised
 from wball.plan import Plan, StoredPlan
 
 
@@ -28,11 +29,16 @@ class Status(Enum):
         return f"{self.name.lower()}: {self.value}"
 
 
-class _Solved:
+class _Solved(Summarised):
     """What the results of all solvers answer."""
 
     status: tuple[Status, ...]
     write: Callable[[], StoredPlan] | None
+    kernel: str
+
+    def headline(self) -> dict[str, str]:
+        images, solved = str(len(self.status)), str(int(self.converged.sum()))
+        return {"images": images, "converged": solved, "kernel": self.kernel}
 
     @cached_property
     def stored(self) -> StoredPlan | None:
@@ -51,7 +57,7 @@ class _Solved:
         return torch.tensor([status in good for status in self.status], dtype=torch.bool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SupportResult(_Solved):
     """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver
     converged.
@@ -97,7 +103,7 @@ class Duals:
         return Duals(self.beta[index], self.psi[index])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProjectionResult(_Solved):
     """The point of a ball nearest to ``w``. The point is in the ball whether or not the solver
     converged.

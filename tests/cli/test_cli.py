@@ -141,8 +141,8 @@ def test_few_commands_with_few_options_that_explain_themselves(capsys: Capture) 
 
 def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: Capture) -> None:
     pytest.importorskip("jinja2")
-    code, out, _ = said(capsys, *HALVES)
-    assert code == 0
+    code, out, err = said(capsys, *HALVES, "--verbose")
+    assert code == 0 and "wball: batch" in err
     assert "halves on 9 images" in out and "audit:" in out and "mass fraction x px" in out
     result = load_evaluation(here / "o")
     assert result.clean_accuracy == 1.0 and result.radii == [0.1, 0.3]
@@ -166,7 +166,7 @@ def test_several_models_and_a_report_of_their_results(here: Path, capsys: Captur
     assert lines[0].startswith("model,data,images") and len(lines) == 1 + 2 * 3
     line = ["report", "two/halves", "two/other", "--out", "r.html"]
     code, out, _ = said(capsys, *line, "--figures", "f", "--format", "png")
-    assert code == 0 and "r.html" in out
+    assert code == 0 and "r.html" in out and "(paired test, p =" in out
     assert (here / "f" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert (here / "f" / "examples-halves.png").exists()
 

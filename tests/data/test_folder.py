@@ -115,7 +115,6 @@ def test_resize_and_crop_keep_proportions(tmp_path: Path) -> None:
     columns = wide[0].mean(0)
     assert float(columns.diff().min()) > 0  # the middle of the ramp, as it was
     assert abs(float(columns.mean()) * 255 - 118) < 4
-    assert load_folder(tmp_path, resize=20, crop=(10, 12))[0].shape == (2, 3, 10, 12)
     with pytest.raises(ValueError, match=r"high.png is 60 x 30, smaller than the crop of 32 x 32"):
         load_folder(tmp_path, crop=32)
 

@@ -15,6 +15,7 @@ import wball
 from evaluation.linear import BALL, Claims, measure, problem
 from wball.attacks.findings import Finding
 from wball.evaluation import (
+    Comparison,
     Evaluation,
     EvaluationWarning,
     Requirement,
@@ -60,6 +61,19 @@ def test_intervals_are_clopper_and_pearsons() -> None:
         assert confidence_interval(count, total) == pytest.approx((want.low, want.high), abs=1e-9)
     with pytest.raises(ValueError, match="got 3 of 2"):
         confidence_interval(3, 2)
+
+
+def test_models_are_compared_by_a_paired_test(sound: Evaluation) -> None:
+    for alone, said in (((9, 1), "a is more robust than b"), ((1, 3), "b is not distinguishable")):
+        found = Comparison(0.1, ("a", "b"), alone)
+        assert found.p_value == pytest.approx(binomtest(alone[0], sum(alone)).pvalue)
+        assert str(found).startswith(said)
+    assert sound.compare(sound, 0.01).alone == (0, 0)
+    assert (
+        sound.compare(sound, 0.01).p_value == 1 and not sound.compare(sound, 0.01).distinguishable
+    )
+    with pytest.raises(ValueError, match="different images"):
+        sound.compare(measure(*problem()), 0.01)
 
 
 def test_a_sound_evaluation_is_reliable(sound: Evaluation, tmp_path: Path) -> None:

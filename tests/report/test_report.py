@@ -184,7 +184,7 @@ def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:
     assert {row.confused for row in found.rows} <= {"left & <i>", "right", None}
 
 
-def test_results_as_csv(evaluations: list[Evaluation]) -> None:
+def test_results_as_csv_and_latex(evaluations: list[Evaluation], tmp_path: Path) -> None:
     import csv
 
     text = ranking_csv(evaluations, ["=SUM(A1)", "b"])
@@ -192,6 +192,9 @@ def test_results_as_csv(evaluations: list[Evaluation]) -> None:
     assert len(lines) == 2 * (1 + len(RADII)) and lines[0]["model"] == "'=SUM(A1)"
     assert float(lines[1]["accuracy"]) == pytest.approx(evaluations[0].accuracy_at(0.1), abs=1e-5)
     assert lines[0]["certified"] != "" and lines[-1]["certified"] == ""
+    table = evaluations[0].report(tmp_path / "t.tex", *evaluations[1:]).read_text().splitlines()
+    assert table[0] == r"\begin{tabular}{l" + "r" * (1 + len(RADII)) + "}" and len(table) == 8
+    assert table[4].startswith(f"first & {100 * evaluations[0].clean_accuracy:.1f} & ")
 
 
 def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:

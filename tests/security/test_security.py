@@ -90,7 +90,7 @@ def test_an_evaluation_with_its_report_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     from wball import demo
 
-    assert demo.main(["--images", "3", "--out", str(tmp_path)]) == 0
+    assert demo.main(["--limit", "3", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Elements()
     page.feed(text)

@@ -27,11 +27,12 @@ from torch import Tensor
 from wball import inputs
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL, Violations, check_point
 from wball.ball.base import Ball, check_ball
+from wball.display import Summarised
 from wball.plan import StoredPlan
 
 
-@dataclass(frozen=True)
-class AuditReport:
+@dataclass(frozen=True, repr=False)
+class AuditReport(Summarised):
     """Result of an audit, one entry per image.
 
     Attributes:
@@ -70,6 +71,9 @@ class AuditReport:
     @property
     def n_invalid(self) -> int:
         return len(self) - self.n_valid
+
+    def headline(self) -> dict[str, str]:
+        return {"images": str(len(self)), "valid": str(self.n_valid)}
 
     def summary(self) -> str:
         """Counts, the worst of each measure, and the reasons of the first invalid images."""

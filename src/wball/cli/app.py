@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -24,6 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="log each step to stderr")]
 
 
 def _version(show: bool) -> None:
@@ -59,8 +63,15 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
                 name, Parameter.KEYWORD_ONLY, default=default, annotation=option
             )
 
+    parameters["verbose"] = Parameter(
+        "verbose", Parameter.KEYWORD_ONLY, default=False, annotation=Verbose
+    )
+
     @wraps(function)
-    def run(**given: Any) -> int:
+    def run(*, verbose: bool, **given: Any) -> int:
+        if verbose:
+            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.getLogger("wball").setLevel(logging.INFO)
         made = {
             name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
             for name, kind in groups.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,12 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", hidden=True)],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="PATH", help="file to write, or folder of the merge"),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="file to write (.html or .tex), or folder of the merge",
+        ),
     ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="join evaluations of parts of a data set into one")
@@ -57,6 +64,9 @@ def report(
     else:
         results = [load_evaluation(folder) for folder in folders]
     written.append(write_report(results, out or Path("report.html")))
+    for one, other in itertools.pairwise(results):
+        with suppress(ValueError):  # other images or radii
+            console.print(printable(str(one.compare(other, one.radii[len(one.radii) // 2]))))
     if figures is not None:
         from wball.report.figures import save_figures
 

@@ -33,7 +33,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     Args:
         root: the folder.
         resize: resize the shorter side to this many pixels, keeping proportions.
-        crop: then take the central square of this many pixels, or (height, width).
+        crop: then take the central square of this many pixels.
         grey: convert to one channel.
 
     Attributes:
@@ -47,11 +47,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         root: PathLike,
         *,
         resize: int | None = None,
-        crop: int | tuple[int, int] | None = None,
+        crop: int | None = None,
         grey: bool = False,
     ) -> None:
-        self._crop, self._grey = _sides("crop", crop), grey
+        self._grey = grey
         self._resize = None if resize is None else inputs.check_count("resize", resize)
+        self._crop = None if crop is None else inputs.check_count("crop", crop)
         try:
             from PIL import Image
         except ImportError as error:
@@ -110,31 +111,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return from_array(np.asarray(image)), self.labels[k]
 
 
-def _sides(name: str, value: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """Height and width."""
-    if value is None:
-        return None
-    sides = (value, value) if isinstance(value, int) else value
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        raise TypeError(f"{name} must be a number of pixels or (height, width), got {value!r}")
-    return inputs.check_count(name, sides[0]), inputs.check_count(name, sides[1])
-
-
-def _cropped(path: Path, image: Any, crop: tuple[int, int]) -> Any:
-    (high, wide), (width, height) = crop, image.size
-    if high > height or wide > width:
+def _cropped(path: Path, image: Any, side: int) -> Any:
+    width, height = image.size
+    if side > min(width, height):
         raise ValueError(
-            f"{path} is {height} x {width}, smaller than the crop of {high} x {wide}: resize it first (--resize)"
+            f"{path} is {height} x {width}, smaller than the crop of {side} x {side}: "
+            "resize it first (--resize)"
         )
-    top, left = round((height - high) / 2), round((width - wide) / 2)
-    return image.crop((left, top, left + wide, top + high))
+    top, left = round((height - side) / 2), round((width - side) / 2)
+    return image.crop((left, top, left + side, top + side))
 
 
 def load_folder(
     root: PathLike,
     *,
     resize: int | None = None,
-    crop: int | tuple[int, int] | None = None,
+    crop: int | None = None,
     grey: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:

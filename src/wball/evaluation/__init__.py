@@ -4,6 +4,7 @@ from wball.evaluation.folder import OtherSettings
 from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
     Check,
+    Comparison,
     Decision,
     Requirement,
     confidence_interval,
@@ -20,6 +21,7 @@ from wball.storage.files import FolderInUse
 
 __all__ = [
     "Check",
+    "Comparison",
     "CurvePoint",
     "Decision",
     "Evaluation",

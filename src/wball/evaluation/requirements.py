@@ -75,6 +75,41 @@ class Requirement:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Two models on the same images at one radius, by an exact McNemar (sign) test.
+
+    Attributes:
+        eps: the radius.
+        names: the two models.
+        alone: images on which only the first model is robust, and only the second.
+        p_value: probability of a difference at least this large between equally robust models.
+    """
+
+    eps: float
+    names: tuple[str, str]
+    alone: tuple[int, int]
+
+    @property
+    def p_value(self) -> float:
+        from scipy.special import bdtr  # slow to import
+
+        return min(1.0, 2 * float(bdtr(min(self.alone), sum(self.alone), 0.5)))
+
+    @property
+    def distinguishable(self) -> bool:
+        """Whether the difference is significant at the 5 % level."""
+        return self.p_value < 1 - CONFIDENCE
+
+    def __str__(self) -> str:
+        one, other = self.names if self.alone[0] >= self.alone[1] else self.names[::-1]
+        said = "more robust than" if self.distinguishable else "not distinguishable from"
+        return (
+            f"{one} is {said} {other} at radius {self.eps:g}: alone robust on {max(self.alone)} "
+            f"and {min(self.alone)} images (paired test, p = {self.p_value:.2g})"
+        )
+
+
+@dataclass(frozen=True)
 class Check:
     """A requirement applied to an evaluation.
 

@@ -20,6 +20,7 @@ from wball.evaluation.requirements import (
     EXIT_REQUIREMENT,
     EXIT_UNRELIABLE,
     Check,
+    Comparison,
     Decision,
     Interval,
     Requirement,
@@ -291,6 +292,18 @@ class Evaluation(Summarised):
         """Which images are misclassified at radius ``eps``: clean, or by a valid example."""
         return ~self._right | (self.images["radius"] <= eps) | (self.images["distance"] <= eps)
 
+    def compare(self, other: Evaluation, eps: float) -> Comparison:
+        """Whether two models, evaluated on the same images, differ in robustness at ``eps``."""
+        if self.settings["data"]["sha256"] != other.settings["data"]["sha256"]:
+            raise ValueError(
+                "other was evaluated on different images: a paired test needs the same"
+            )
+        for e in (self, other):
+            e.accuracy_at(eps)  # raises if the radius was not evaluated
+        mine, theirs = self.broken_at(eps), other.broken_at(eps)
+        alone = int((~mine & theirs).sum()), int((mine & ~theirs).sum())
+        return Comparison(eps, (self.name, other.name), alone)
+
     def certified_at(self, eps: float) -> float | None:
         """Share of images certified at ``eps`` or above; ``None`` without certificates."""
         if self.settings["certify"] is None:
@@ -423,7 +436,10 @@ class Evaluation(Summarised):
     def report(
         self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None
     ) -> Path:
-        """Write a report, one self-contained HTML file; ``others`` are compared with this one."""
+        """Write a report, one self-contained HTML file, or a LaTeX table if ``path`` ends in .tex.
+
+        ``others`` are compared with this evaluation.
+        """
         written: Path = _view("report")([self, *others], path, title=title)
         return written
 

@@ -29,7 +29,7 @@ def write_report(
 
     Args:
         evaluations: what to show; several are ranked, and must have radii in the same unit.
-        path: the file to write, ``.html``.
+        path: the file to write, ``.html``; ``.tex`` for a table of robust accuracy in LaTeX.
         title: its heading.
         requirements: a banner shows whether every evaluation meets them
             (:meth:`wball.Evaluation.check`).
@@ -40,11 +40,15 @@ def write_report(
     import jinja2
 
     from wball.report.content import make_content
+    from wball.report.ranking import latex_table
     from wball.storage.files import write_whole
 
     path = Path(path)
+    if path.suffix == ".tex":
+        write_whole(path, latex_table(evaluations).encode())
+        return path
     if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"path must end in .html, got {path}")
+        raise ValueError(f"path must end in .html or .tex, got {path}")
     content = make_content(evaluations, title, images, requirements)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wball.evaluation.requirements import Requirement
+from wball.evaluation.requirements import Comparison, Requirement
 from wball.evaluation.result import PLAN, Evaluation
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, common_scale, image_uri
-from wball.report.ranking import median_distance, rank, ranking_csv, shared_radii
+from wball.report.ranking import Ranking, median_distance, rank, ranking_csv, shared_radii
 from wball.report.transport import plan_moves
 
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
@@ -37,7 +39,8 @@ def make_content(
         raise ValueError(
             f"evaluations have radii in different units ({', '.join(sorted(units))}): write two reports"
         )
-    ranking = rank(evaluations, distinct_names(evaluations))
+    gate = next((Requirement.parse(wanted).eps for wanted in requirements), None)
+    ranking = rank(evaluations, distinct_names(evaluations), gate)
     names = [row.name for row in ranking.rows]
     evaluations = [evaluations[row.index] for row in ranking.rows]
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
@@ -49,6 +52,7 @@ def make_content(
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "scale": scale,
         "ranking": ranking,
+        "comparisons": _comparisons(evaluations, names, ranking),
         "csv": ranking_csv(evaluations, names),
         "runs": [
             _run(e, name, ranking.reference) for e, name in zip(evaluations, names, strict=True)
@@ -93,6 +97,18 @@ def _decision(
         for name, c in checks
     ]
     return {"passed": all(c.met for _, c in checks), "lines": lines}
+
+
+def _comparisons(
+    evaluations: Sequence[Evaluation], names: Sequence[str], ranking: Ranking
+) -> list[Comparison]:
+    """A paired test of each model and the next one in the ranking, on the same images."""
+    if not (ranking.same_data and all(e.measured_at(ranking.reference) for e in evaluations)):
+        return []
+    pairs = zip(itertools.pairwise(evaluations), itertools.pairwise(names), strict=True)
+    return [
+        replace(one.compare(other, ranking.reference), names=both) for (one, other), both in pairs
+    ]
 
 
 def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:

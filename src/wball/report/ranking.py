@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,11 +57,14 @@ class Ranking:
     same_data: bool
 
 
-def rank(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Ranking:
-    """Rank evaluations, which have radii in the same unit."""
+def rank(
+    evaluations: Sequence[Evaluation], names: Sequence[str], reference: float | None = None
+) -> Ranking:
+    """Rank evaluations, which have radii in the same unit, at ``reference`` or a middle radius."""
     shared = shared_radii(evaluations)
     every = sorted({r for e in evaluations for r in e.radii})
-    reference = shared[len(shared) // 2] if shared else every[0]
+    if reference not in shared:
+        reference = shared[len(shared) // 2] if shared else every[0]
     shown = spread(torch.tensor(shared or every, dtype=torch.float64), SHOWN).tolist()
     if reference not in shown:
         shown = sorted({*shown[:-1], reference})
@@ -114,6 +118,20 @@ def images_csv(evaluations: Sequence[Evaluation]) -> str:
         for name, *values in zip(*e.columns().values(), strict=True):
             writer.writerow([_cell(e.name), _cell(name), *values])
     return stream.getvalue()
+
+
+def latex_table(evaluations: Sequence[Evaluation]) -> str:
+    """Robust accuracy in percent by model and radius, for LaTeX with the package booktabs."""
+    radii = [0.0, *shared_radii(evaluations)]
+    head = ["model", "clean", *(f"{r:g}" for r in radii[1:])]
+    rows = [
+        [re.sub(r"([_&%#$])", r"\\\1", e.name), *(f"{100 * e.accuracy_at(r):.1f}" for r in radii)]
+        for e in evaluations
+    ]
+    first, *lines = (" & ".join(row) + r" \\" for row in (head, *rows))
+    begin = rf"\begin{{tabular}}{{l{'r' * len(radii)}}}"
+    end = [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join([begin, r"\toprule", first, r"\midrule", *lines, *end])
 
 
 def median_distance(e: Evaluation) -> tuple[float | None, bool]:

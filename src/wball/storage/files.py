@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from wball.provenance import fingerprint
 
+LOGGER = logging.getLogger("wball")
 CHECKSUM = "sha256"
 _HEADER = "wball"
 """The only key in the header: safetensors writes several keys in any order, and the same data must
@@ -166,13 +168,8 @@ def json_checksum(content: Any) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) -> str:
     """Write tensors and plain data as one safetensors file, and return its checksum."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    seen: set[int] = set()
-    for name, value in plain.items():  # safetensors refuses tensors that share memory
-        memory = value.untyped_storage()
-        if memory.data_ptr() in seen or memory.nbytes() != value.numel() * value.element_size():
-            plain[name] = value.clone()
-        seen.add(memory.data_ptr())
+    # Copies: safetensors refuses tensors that share memory.
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     checksum = tensor_checksum(plain, notes)
     header = json.dumps({"notes": notes, CHECKSUM: checksum})
     write_whole(path, save(plain, metadata={_HEADER: header}))
@@ -237,6 +234,7 @@ class Log:
 
     def __call__(self, event: str, **fields: Any) -> None:
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        LOGGER.info("%s %s", event, fields)
         row = json.dumps({"time": when, "rank": self.rank, "event": event, **fields})
         follow = getattr(os, "O_NOFOLLOW", 0)
         with open(

@@ -206,7 +206,7 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
         if key in found and found[key].shape != wanted[key].shape
     ]
     types = [
-        f"{key} is {_kind(found[key])} in the file"
+        f"{key} is {found[key].dtype}, {found[key].layout} in the file"
         for key in _essential(wanted)
         if key in found and _kind(found[key]) != _kind(wanted[key])
     ]
@@ -221,16 +221,9 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
     return "; ".join(said)
 
 
-def _kind(value: Tensor) -> str:
-    """The kind of a tensor. Tensors of different kinds cannot be converted without loss."""
-    kinds = {
-        "quantized": value.is_quantized,
-        "on no device (meta)": value.is_meta,
-        "sparse": value.layout != torch.strided,
-        "complex": value.is_complex(),
-        "floating point": value.is_floating_point(),
-    }
-    return next((kind for kind, applies in kinds.items() if applies), "integer")
+def _kind(value: Tensor) -> tuple[torch.layout, bool]:
+    """Tensors of different kinds cannot be converted without loss."""
+    return value.layout, value.is_floating_point()
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -198,6 +199,13 @@ def train(
                     run.checkpoint()
             run.end_epoch(epoch, tests, on_epoch)
 
+    accuracy = run.history[-1]["train_accuracy"]
+    if run.step < run.total and accuracy < 0.5:
+        warnings.warn(
+            f"time_limit ended training at step {run.step} of {run.total} with a training accuracy "
+            f"of {100 * accuracy:.0f} %: raise time_limit",
+            stacklevel=2,
+        )
     average.model.eval()
     for mine, theirs in zip(average.model.parameters(), model.parameters(), strict=True):
         mine.requires_grad_(theirs.requires_grad)  # so that averages can be trained further
