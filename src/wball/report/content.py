@@ -61,9 +61,10 @@ def make_content(
         "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
         "rows": _rows(evaluations),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
-        "cards": [
-            c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)
-        ],
+        "cards": sorted(
+            (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)),
+            key=lambda card: list(OUTCOMES).index(card["outcome"]),
+        ),
         "classes": _classes(evaluations),
         "outcomes": OUTCOMES,
         "tone": TONE,
@@ -307,8 +308,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
                 "adversarial": image_uri(z),
             }
         cards.append(card)
-    order = {"broken": 0, "survived": 1, "wrong": 2}
-    cards.sort(key=lambda c: (order[c["outcome"]], c["distance"] or 0.0, c["index"]))
+    cards.sort(key=lambda c: (list(OUTCOMES).index(c["outcome"]), c["distance"] or 0.0, c["index"]))
     if len(cards) > count:
         cards = [cards[round(k * (len(cards) - 1) / max(1, count - 1))] for k in range(count)]
     return cards
