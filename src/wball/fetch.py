@@ -158,9 +158,9 @@ def fetch_file(
                 return target
             part.unlink()
         except _FAILED as error:
-            failures.append(f"{_site(url)}: {_reason(error)}")
+            failures.append(f"{url}: {error}")
             continue
-        failures.append(f"{_site(url)}: wrong checksum, so the file was deleted")
+        failures.append(f"{url}: wrong checksum, so the file was deleted")
     raise DownloadError(
         f"could not download {what}. Are you offline? Tried {'; '.join(failures)}. "
         f"Try again later (a broken transfer is resumed), or {otherwise}"
@@ -198,16 +198,6 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
         if total is not None and done < total:
             raise ConnectionError(f"the connection broke after {done} of {total} bytes")
     return resumed
-
-
-def _site(url: str) -> str:
-    return url.rpartition("/")[0] + "/"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return " ".join(f"HTTP {error.code} {error.reason}".split())
-    return str(getattr(error, "reason", None) or error) or type(error).__name__
 
 
 def _digest(path: Path, like: str) -> str:

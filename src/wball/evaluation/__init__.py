@@ -1,6 +1,5 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
-from wball.evaluation.folder import OtherSettings
 from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
     Check,
@@ -16,7 +15,7 @@ from wball.evaluation.result import (
     exit_code,
     load_evaluation,
 )
-from wball.evaluation.run import evaluate
+from wball.evaluation.run import OtherSettings, evaluate
 from wball.storage.files import FolderInUse
 
 __all__ = [

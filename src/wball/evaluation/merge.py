@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.evaluation.folder import OtherSettings, difference, different_key
 from wball.evaluation.result import COLUMNS, Evaluation, load_evaluation
+from wball.evaluation.run import OtherSettings, difference, different_key
 from wball.storage.files import json_checksum
 
 FREE = {"data", "answers"}
