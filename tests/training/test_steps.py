@@ -268,8 +268,8 @@ def test_neither_the_first_step_nor_measuring_is_on_the_clock(
     config = small_config(epochs=3, adversary=None, evaluation=Validation())
     history = train(config, small_data(64), small_data(4), model=Slow(clock)).history
     assert [record["seconds"] for record in history] == [3.0, 7.0, 11.0]
+    data = small_data(64), small_data(4)
     with pytest.warns(UserWarning, match="time_limit ended training at step 8 of 12"):
-        data = small_data(64), small_data(4)
         history = train(config, *data, model=Slow(clock), time_limit=6.0).history
     # six seconds after the first step, and one more at the end of the schedule
     assert [record["step"] for record in history] == [4, 8]
