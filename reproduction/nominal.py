@@ -29,13 +29,12 @@ def measure(shop: Workshop) -> Data:
 
 
 def tables(data: Data) -> list[Table]:
-    head = ["data set and model", "paper", "here", "images", "network"]
+    head = ["data set and model", "paper", "here", "network"]
     rows = [
         [
             f"{dataset_info(row['dataset']).title}, {row['label']}",
             percent(row["paper"], 2),
             percent(row["accuracy"], 2),
-            f"{row['images']:,}",
             row["architecture"],
         ]
         for row in data["rows"]

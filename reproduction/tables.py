@@ -44,8 +44,8 @@ class Table:
 
     def markdown(self) -> str:
         rows = [[c if c is not None else "–" for c in row] for row in self.rows]
-        lines = [list(self.head), ["---", *["---:"] * (len(self.head) - 1)], *rows]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        head, *body = (f"| {' | '.join(line)} |" for line in [self.head, *rows])
+        table = "\n".join([head, "|---" + "|---:" * (len(self.head) - 1) + "|", *body])
         return f"**{self.title}**\n\n{table}" if self.title else table
 
 

@@ -61,7 +61,7 @@ def test_tables() -> None:
     assert table.text().splitlines() == ["title", "a         b", "x         –", "longer  1 %"]
     assert table.markdown().splitlines()[2:] == [
         "| a | b |",
-        "| --- | ---: |",
+        "|---|---:|",
         "| x | – |",
         "| longer | 1 % |",
     ]
