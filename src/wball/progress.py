@@ -66,10 +66,11 @@ def bar(
 ) -> Iterator[Bar]:
     """A bar with the remaining time, removed from a terminal at its end.
 
-    ``show=None`` shows it on a terminal or in a notebook. With ``parts``, attacks report to it.
+    ``show=None`` shows it on a terminal or in a notebook, unless the work is part of a larger one
+    that has a bar. With ``parts``, attacks report to it.
     """
     if show is None:
-        show = sys.stderr.isatty() or "ipykernel" in sys.modules
+        show = around() is None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if not show:
         yield Bar()
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -356,11 +357,43 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
             assert found.tolist() == [proved] * 3
 
 
-def test_every_method_ends_at_the_time_limit() -> None:
+def test_every_method_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = conv_net(5), images(2, 1, 16, 5)
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
-    for name, settings in WASSERSTEIN.items():
-        assert name == "interval" or bool(certify(net, x, y, ball, **settings).certified.all())
-        found = certify(net, x, y, ball, time_limit=1e-9, **settings)
-        assert found.status == (CertificateStatus.UNKNOWN,) * 2
-        assert found.margin.tolist() == [-math.inf] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr("wball.certificates.certificate.BEYOND", math.inf)
+        for name, settings in WASSERSTEIN.items():
+            assert name == "interval" or bool(certify(net, x, y, ball, **settings).certified.all())
+            found = certify(net, x, y, ball, time_limit=1e-9, **settings)
+            assert found.status == (CertificateStatus.UNKNOWN,) * 2
+            assert found.margin.tolist() == [-math.inf] * 2
+        assert certified_radius(net, x, y, ball, time_limit=1e-9).tolist() == [0.0, 0.0]
+    y[1] = (y[1] + 1) % 4  # without a single bound, the labels are known
+    with pytest.warns(RuntimeWarning, match="nothing is certified: bounds of all activations"):
+        found = certify(net, x, y, ball, time_limit=1e-9)
+    assert [s.name for s in found.status] == ["UNKNOWN", "MISCLASSIFIED"]
+    with pytest.warns(RuntimeWarning, match="hours per image, and time_limit is 1e-09 seconds"):
+        assert certified_radius(net, x, y, ball, time_limit=1e-9).tolist() == [0.0, 0.0]
+
+
+def test_networks_of_photos_are_refused_at_once() -> None:
+    blocks = [nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU6()]
+    for _ in range(6):
+        blocks += [nn.Conv2d(32, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU6()]
+    net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).eval()
+    x, start = torch.rand(1, 3, 224, 224), time.monotonic()
+    with pytest.warns(RuntimeWarning, match="nothing is certified"):
+        found = certify(net, x, net(x).argmax(1), wball.WassersteinBall(1e-6))
+    assert found.status == (CertificateStatus.UNKNOWN,) and time.monotonic() - start < 20
+
+
+def test_certificates_show_their_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    net, x = conv_net(5), images(2, 1, 16, 5)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
+    proof = certify(net, x, y, ball, progress=True)
+    certified_radius(net, x, y, ball, rounds=1, progress=True)
+    wball.verify(net, x, y, ball, proof, progress=True)
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("certify, anchored, est", "certified radius", "verify"))
+    certify(net, x, y, ball)
+    assert capsys.readouterr().err == ""  # neither a terminal nor a notebook

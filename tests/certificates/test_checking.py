@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from torch.nn import functional as F
 import wball
 from certificates.exact import network_margin
 from certificates.test_certify import Varied, circular, dense_net, images
-from wball.certificates import VerificationStatus, certified_radius, certify, verify
+from wball.certificates import (
+    CertificateResult,
+    VerificationStatus,
+    certified_radius,
+    certify,
+    verify,
+)
 from wball.certificates.checking.lines import lines, values_between
 
 
@@ -99,13 +106,23 @@ def test_lines_of_the_checker_hold_everywhere(curve: str) -> None:
         assert bool((least <= value + 1e-15).all()) and bool((most >= value - 1e-15).all())
 
 
-def test_proofs_by_branch_and_bound_are_proved_again() -> None:
+def test_proofs_by_branch_and_bound_are_proved_again(tmp_path: Path) -> None:
     net, x = dense_net(1, 3, (8, 6), 3, 3), images(3, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
     at = ball.at(1.2 * certified_radius(net, x, y, ball, rounds=8))
     proof = certify(net, x, y, at, "complete", time_limit=20.0)
     assert any(proof.leaves) and bool(proof.certified.any())
     assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
+    proof.save(tmp_path / "proof.safetensors")
+    loaded = CertificateResult.load(tmp_path / "proof.safetensors")
+    assert loaded.to_dict() == proof.to_dict() and repr(loaded) == repr(proof)
+    assert [image["status"] for image in loaded.to_dict()["images"]] == [
+        status.name.lower() for status in proof.status
+    ]
+    assert [p and len(p) for p in loaded.leaves] == [p and len(p) for p in proof.leaves]
+    assert torch.equal(verify(net, x, y, at, loaded).confirmed, proof.certified)
+    late = verify(net, x, y, at, proof, time_limit=1e-9)
+    assert not late.disagreements and "time_limit ended" in late.reason
 
 
 def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:

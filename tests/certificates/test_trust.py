@@ -21,9 +21,9 @@ from certificates.exact import gap
 from wball.certificates import (
     UnsupportedModule,
     VerificationStatus,
+    calls,
     certificate,
     certify,
-    functions,
     verify,
 )
 from wball.certificates.graph import Diagonal
@@ -495,7 +495,7 @@ def test_models_with_broken_weights_certify_nothing(bad: float, method: Any) -> 
 def test_the_documentation_lists_what_is_supported() -> None:
     page = Path(__file__).parent.parent.parent / "docs" / "certificates.md"
     text = page.read_text(encoding="utf-8")
-    kinds = vars(functions).keys() - {"DESCRIPTIONS", "FITTED", "MADE_LIKE"}
-    tables = [getattr(functions, kind) for kind in kinds if kind.isupper()]
+    kinds = vars(calls).keys() - {"DESCRIPTIONS", "FITTED", "MADE_LIKE"}
+    tables = [getattr(calls, kind) for kind in kinds if kind.isupper()]
     names = {name for table in tables if isinstance(table, dict) for name in table.values()}
     assert [n for n in names if n.strip("_") == n and f"`{n}`" not in text] == []

@@ -265,6 +265,14 @@ def test_certify(here: Path, capsys: Capture) -> None:
     small, large = json.loads(out)["radii"]
     assert code == 0 and small["certified"] > large["certified"] == 0.0
     assert json.loads((here / "c.json").read_text()) == json.loads(out)
+    assert set(small["status"]) <= {"certified", "unknown", "misclassified"}
+    line = [*line[:4], "--eps", "0.001", "--method", "crown,dual", "--verify", "--json"]
+    both = json.loads(said(capsys, *line)[1])
+    assert [found["method"] for found in both] == ["crown", "dual"]
+    for found in both:
+        row = found["radii"][0]
+        assert row["confirmed"] == row["certified"] == small["certified"]
+        assert row["verification"].count("confirmed") == row["status"].count("certified")
 
 
 def test_lists(here: Path, capsys: Capture) -> None:

@@ -29,7 +29,7 @@ def test_detours_are_all_moves_up_to_a_length(reach: float, size: tuple[int, int
     listed = tuple(move for move in every if math.hypot(*move) < reach)
     found = detours(listed, 1.0, *size)
     assert found is not None
-    limit = found.tiers[0][0]
+    limit = found.limit
     assert set(found.offsets) == {move for move in every if reach <= math.hypot(*move) < limit}
     for (r, c), first, second, (a, b) in zip(
         found.offsets, found.first, found.second, found.halfway, strict=True
@@ -45,7 +45,7 @@ def test_detours_are_all_moves_up_to_a_length(reach: float, size: tuple[int, int
 def test_every_move_may_be_a_detour() -> None:
     listed = ((0, -2), (0, -1), (0, 1), (0, 2))
     found = detours(listed, 2.0, 1, 5)
-    assert found is not None and not found.tiers and list(found.rings) == [9.0, 16.0]
+    assert found is not None and found.limit == math.inf and list(found.rings) == [9.0, 16.0]
     assert detours(((0, -1), (0, 1)), 1.0, 1, 2) is None
 
 

@@ -7,7 +7,10 @@ proves the certificate again.
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+import time
 from typing import Any
 
 import torch
@@ -156,6 +159,32 @@ def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
     return nn.Sequential(*parts).eval()
 
 
+@torch.jit.script
+def raised(h: Tensor) -> Tensor:
+    return h.add_(torch.relu(h - 0.5))
+
+
+def _caught(h: Tensor) -> Tensor:
+    try:
+        return -h if bool((h > 0.9).any()) else h
+    except Exception:  # noqa: BLE001 - the trap
+        return h
+
+
+def _counted(h: Tensor, calls: list[int] = []) -> Tensor:  # noqa: B006 - the trap
+    calls.append(1)
+    return h if len(calls) < 10**6 else -h
+
+
+TRAPS = {
+    "exception": _caught,
+    "script": lambda h: raised(h.clone()),
+    "state": _counted,
+    "swap": lambda h: (torch.utils.swap_tensors(a := h.clone(), -h), a)[1],
+}
+"""Steps that no bound follows: a network with one of them must be refused."""
+
+
 def a_ball(draw: random.Random) -> wball.WassersteinBall | wball.LinfBall:
     box = draw.choice(((0.0, 1.0), (0.0, 1.0), (0.0, 2.0), None))
     if draw.random() < 0.35:
@@ -164,13 +193,19 @@ def a_ball(draw: random.Random) -> wball.WassersteinBall | wball.LinfBall:
     return wball.WassersteinBall(0.02, cost, box=box, mass=draw.choice(("relative", "absolute")))
 
 
-def certify_and_attack(seed: int, found: Findings) -> int:
-    """Number of certificates of a random network. Each was attacked, and checked again."""
+def certify_and_attack(seed: int, found: Findings, traps: bool = False) -> int:
+    """Number of certificates of a random network. Each was attacked, and checked again.
+
+    With ``traps``, a third of the networks has a step that must be refused.
+    """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     side, channels = draw.choice((2, 3, 4, 5)), draw.choice((1, 1, 2))
     dtype = draw.choice((torch.float32, torch.float32, torch.float64))
     net, ball = network(draw, (channels, side, side)).to(dtype), a_ball(draw)
+    trap = draw.choice(list(TRAPS)) if traps and draw.random() < 1 / 3 else None
+    if trap is not None:
+        net.insert(draw.randrange(len(net)), Step(TRAPS[trap]))
     x = torch.rand(IMAGES, channels, side, side) * (torch.rand(IMAGES, 1, side, side) < 0.8)
     x = x.to(draw.choice((torch.float16, torch.bfloat16)) if draw.random() < 0.15 else dtype)
     method, plans = draw.choice(METHODS), draw.choice(("full", "full", "window"))
@@ -181,6 +216,7 @@ def certify_and_attack(seed: int, found: Findings) -> int:
         radius = wball.certified_radius(net, x, y, ball, search, plans, rounds=6, **settings)
     except UnsupportedModule:
         return 0
+    found.expect(trap is None, "silent", f"seed {seed}: {trap}")
     held = radius > 0
     radius = radius * (1.1 if method == "complete" else 1.0)
     x, y, at = x[held], y[held], ball.at(radius[held])
@@ -199,3 +235,28 @@ def certify_and_attack(seed: int, found: Findings) -> int:
     checked = verify(net, x, y, at, proof)
     found.expect(not checked.disagreements, "unconfirmed", f"seed {seed}: {checked.margin}")
     return int(proof.certified.sum())
+
+
+def main() -> None:
+    """``PYTHONPATH=tests python -m torture.networks --minutes 15``: as many as the time allows."""
+    parser = argparse.ArgumentParser(prog="python -m torture.networks")
+    parser.add_argument("--minutes", type=float, default=1.0, help="time to spend")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found, end, seed, certificates = (
+        Findings(),
+        time.monotonic() + 60 * given.minutes,
+        given.seed,
+        0,
+    )
+    while time.monotonic() < end:
+        certificates += certify_and_attack(seed, found, traps=True)
+        seed += 1
+    print(
+        json.dumps({"networks": seed - given.seed, "certificates": certificates, "findings": found})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from training.worker import small_config, small_data, small_model
 from wball import DualAveraging, WassersteinBall
 from wball.training import Adversary, Loss, Optimisation, Provable, Smooth, Validation, train
-from wball.training.distributed import World
-from wball.training.losses import Objective
-from wball.training.opponent import Radii
+from wball.training.losses import Objective, Radii
+from wball.training.state import World
 
 STILL = Optimisation(lr=1e-30, weight_decay=0.0, schedule="constant")
 """Weights stay where they are."""
@@ -218,7 +217,7 @@ def test_radii_follow_their_rule() -> None:
 
 def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "wball.training.measure.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y)
+        "wball.training.losses.robust_accuracy", lambda _, x, y, attack: len(x) + len(y)
     )
     attack = DualAveraging(WassersteinBall(0.3))
     for radii, names in (((0.1, 0.2), ("0.1", "0.2")), ((), ("0.3",))):  # its own without any

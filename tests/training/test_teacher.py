@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball.training import Loss, Optimisation, Provable, Smooth, train
-from wball.training.losses import Objective
-from wball.training.teacher import Teacher
+from wball.training.losses import Objective, Teacher
 
 STEP = Optimisation(lr=0.1, weight_decay=0.0, schedule="constant")
 

@@ -18,9 +18,9 @@ from wball.training import (
     Smooth,
     TrainConfig,
     Validation,
-    distributed,
     train,
 )
+from wball.training.state import launched
 
 # What torch and the kernels import late, so that forked processes find it done: seconds each.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -64,7 +64,7 @@ def small_config(**changes: object) -> TrainConfig:
 def run(out: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
-    with distributed.launched("cpu"):
+    with launched("cpu"):
         data = small_data()
         train(small_config(), data, data, model=small_model(), out=out, checkpoint_every=1)
 
@@ -102,7 +102,7 @@ def run_kinds(out: str, environment: dict[str, str]) -> None:
     """Each kind in a folder of its own, measured on a single image: less than one for each process."""
     torch.set_num_threads(1)
     os.environ.update(environment)
-    with distributed.launched("cpu"):
+    with launched("cpu"):
         for kind, (config, model) in kinds().items():
             train(config, small_data(), small_data(1), model=model, out=Path(out, kind))
 
@@ -111,7 +111,7 @@ def run_until_stopped(out: str, environment: dict[str, str]) -> None:
     """A run without end, which leaves a file if it stops in good order."""
     torch.set_num_threads(1)
     os.environ.update(environment)
-    with distributed.launched("cpu"):
+    with launched("cpu"):
         try:
             train(small_config(epochs=100_000), small_data(), model=small_model(), out=out)
         except KeyboardInterrupt:

@@ -7,7 +7,6 @@ program (HiGHS). The audit and :mod:`wball.solvers.distance` both use this solve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +22,11 @@ AGREE = 1e-8
 
 
 class ListedMoves(NamedTuple):
-    """Moves ``source -> target`` between pixels, and the cost of each.
-
-    ``symmetric``: every move has an opposite one of the same cost.
-    """
+    """Moves ``source -> target`` between pixels, and the cost of each."""
 
     source: Index
     target: Index
     price: Array
-    symmetric: bool = False
 
     @property
     def dearest(self) -> float:
@@ -60,8 +55,7 @@ def list_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
         sources.append(np.flatnonzero(inside))
         targets.append(sources[-1] + down * width + right)
     price = np.repeat([value for *_, value in steps], [len(part) for part in sources])
-    symmetric = set(steps) == {(-down, -right, value) for down, right, value in steps}
-    return ListedMoves(np.concatenate(sources), np.concatenate(targets), price, symmetric)
+    return ListedMoves(np.concatenate(sources), np.concatenate(targets), price)
 
 
 class Matching(NamedTuple):
@@ -98,7 +92,6 @@ class _Network(NamedTuple):
 
 
 _Answer = tuple[Array, Array, Array]
-_Solver = Callable[[_Network], _Answer | None]
 
 
 def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
@@ -124,13 +117,7 @@ def no_flow(cost: float) -> Matching:
     return Matching(cost, 0.0, np.zeros(0, np.int64), empty, empty, empty)
 
 
-def match_at(
-    moves: ListedMoves,
-    a: Array,
-    b: Array,
-    unmatched: float,
-    solvers: Sequence[_Solver] | None = None,
-) -> Matching | None:
+def match_at(moves: ListedMoves, a: Array, b: Array, unmatched: float) -> Matching | None:
     """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass.
 
     An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
@@ -148,7 +135,7 @@ def match_at(
         np.append(a[rows] / mass, 1.0),
         np.append(b[columns] / mass, 1.0),
     )
-    for solve in solvers or (by_network_simplex, _by_linear_program):
+    for solve in (_by_network_simplex, _by_linear_program):
         answer = solve(net)
         if answer is not None and _optimal(net, answer, AGREE * max(moves.dearest, 1.0)):
             flow, u, v = answer
@@ -173,7 +160,7 @@ def _optimal(net: _Network, answer: _Answer, gap: float) -> bool:
     return wrong <= AGREE and float(flow @ net.price) - lower <= gap
 
 
-def by_network_simplex(net: _Network) -> _Answer:
+def _by_network_simplex(net: _Network) -> _Answer | None:
     """Flow on each arc and the dual prices, by POT."""
     import ot  # here and below: slow to import
     from scipy import sparse

@@ -27,6 +27,7 @@ for later layers ``g`` comes from the units' own backward bounds.
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -45,6 +46,10 @@ LIMIT = 2**15
 
 COPIES = 6
 """Gains are in memory so often while they are computed, padded and read in float64."""
+
+AROUND, PRICES = 6.0, tuple(0.85**k for k in range(20))
+"""Length of moves of a first convolution that are followed, and prices ``psi`` that are tried,
+relative to the kernel's steepest slope, above which nothing moves."""
 
 Moves = list[tuple[int, int, float]]
 
@@ -100,24 +105,12 @@ class ConvAnchor(Anchor):
 
     def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
         self.layer, self.shape = convolution.layer, convolution.image
-        self.stride, self.padding, kernel = (
-            convolution.stride,
-            convolution.padding,
-            convolution.kernel,
-        )
+        self.stride, self.padding = convolution.stride, convolution.padding
         self.moves = [m for m in moves if m[:2] != (0, 0)]
-        self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
-        self.size = (kernel.shape[2], kernel.shape[3])
-        around = self.radius
-        wide = F.pad(kernel, (around,) * 4)
-        wider = F.pad(kernel, (2 * around,) * 4)
-        height, width = wide.shape[2:]
-        parts = [
-            wider[..., around + r : around + r + height, around + c : around + c + width] - wide
-            for r, c, _ in self.moves
-        ]
-        parts += [-wide, wide]
-        stacked = torch.stack(parts, 2).clamp(min=0)  # (units, C, K + 2, h, w)
+        self.size = convolution.kernel.shape[2:]
+        rises, wide = convolution.rises(self.moves)
+        self.radius = (wide.shape[2] - self.size[0]) // 2
+        stacked = torch.stack([*rises, -wide, wide], 2).clamp(min=0)  # (units, C, K + 2, h, w)
         self.kernel = stacked.flatten(1, 2)
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
@@ -234,6 +227,47 @@ class ImageConvolution:
     image: tuple[int, ...]
     layer: tuple[int, ...]
 
+    def rises(self, moves: Moves, sign: float = 1.0) -> tuple[list[Tensor], Tensor]:
+        """``sign (w_j - w_i)`` for each move from ``i`` to ``j``, and ``sign w_i``, both
+        ``(units, C, h, w)`` on the kernel widened by the reach of the moves."""
+        around = max((max(abs(r), abs(c)) for r, c, _ in moves), default=0)
+        wide = F.pad(sign * self.kernel, (around,) * 4)
+        wider = F.pad(sign * self.kernel, (2 * around,) * 4)
+        height, width = wide.shape[2:]
+        parts = [
+            wider[..., around + r : around + r + height, around + c : around + c + width] - wide
+            for r, c, _ in moves
+        ]
+        return parts, wide
+
+    def gain(self, sign: float, source: InputSet, deadline: float) -> Tensor:
+        r"""How far ``sign`` times each unit can rise over the ball, ``(B, *layer)``.
+
+        .. math::
+            v(z) - v(x) \le \psi E + \sum_i x_i \max_j \big( w_j - w_i - \psi C_{ij} \big)
+
+        holds for every ``psi >= 0``; the inner maxima are a larger kernel, the same at every
+        position. Moves may end outside the image here, which only enlarges the bound.
+        """
+        finer, x = source.finer(AROUND), source.x
+        moves = [m for m in finer.moves if m[:2] != (0, 0)]
+        parts, wide = self.rises(moves, sign)
+        rises, around = torch.stack(parts, 2), (wide.shape[2] - self.kernel.shape[2]) // 2
+        padding = [side + around for side in self.padding]
+        costs = x.new_tensor([cost for *_, cost in moves]).view(-1, 1, 1)
+        steepest = (rises / costs.clamp(min=1e-12)).flatten(1).amax(1).clamp(min=1e-12)
+        # At these prices no mass gains by moves that are not listed.
+        least = wide.flatten(1).amax(1) / finer.far if finer.far is not None else 0 * steepest
+        best = x.new_full((x.shape[0], *self.layer), math.inf)
+        for share in PRICES:
+            if time.monotonic() > deadline:
+                break
+            price = torch.maximum(share * steepest, least).view(-1, 1, 1, 1)
+            most = (rises - price[..., None] * costs).amax(2).clamp(min=0)
+            moved = F.conv2d(x, most, None, self.stride, padding)
+            best = torch.minimum(best, moved + price[:, 0] * source.budget.view(-1, 1, 1, 1))
+        return best
+
 
 def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
     """What activation ``position`` reads, if that is a convolution of the image (up to
@@ -308,12 +342,10 @@ class Collector:
         self._parts: list[tuple[Tensor, ...]] = []
         self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
 
-    def choose(self, lower: Tensor, upper: Tensor) -> Tensor:
-        """``(images, units)``: if not all unstable units fit, some are left out and keep the usual
-        lines."""
+    def choose(self, lower: Tensor, upper: Tensor) -> None:
+        """If not all unstable units fit, leave some out, which keep the usual lines."""
         found = chosen(lower, upper, self.source, self.limit)
-        self._chosen = torch.ones_like(self._centre, dtype=torch.bool) if found is None else found
-        return self._chosen
+        self._chosen = self._chosen if found is None else found
 
     def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
         """Rows that bound ``-v`` from below: their values at the image and their gains, if ``v``

@@ -1,8 +1,9 @@
-"""One call of a PyTorch function as an operation of the graph: what it is, and whether its
-arguments are understood."""
+"""The functions of PyTorch that certificates follow, and one call of them as an operation of the
+graph: what it is, and whether its arguments are understood."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
-from wball.certificates import functions
 from wball.certificates.graph import (
     Activation,
     Conv2d,
@@ -27,7 +27,135 @@ from wball.certificates.graph import (
 )
 from wball.certificates.trust import UnsupportedModule
 
-_INDEXED = functions.known("__getitem__")
+
+def known(*names: str) -> dict[Any, str]:
+    """The functions and methods of PyTorch that go by these names."""
+    homes = (torch, F, Tensor, torch._C._nn)
+    return {
+        found: name
+        for name in names
+        for home in homes
+        if callable(found := getattr(home, name, None))
+    }
+
+
+IDENTITIES = known(
+    "contiguous",
+    "clone",
+    "detach",
+    "float",
+    "double",
+    "to",
+    "cpu",
+    "cuda",
+    "requires_grad_",
+    "alias",
+)
+DROPOUTS = known(
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"
+)
+RESHAPES = known(
+    "flatten", "reshape", "view", "squeeze", "unsqueeze", "unflatten", "view_as", "reshape_as"
+)
+RELUS = known("relu", "relu_")
+LEAKY_RELUS = known("leaky_relu", "leaky_relu_")
+CURVES = known("sigmoid", "tanh", "silu", "gelu")
+CLAMPS = known("clamp", "clip", "hardtanh", "relu6")
+MAX_POOLS = known("max_pool2d")
+PLUS = known("add", "add_", "__add__", "__radd__", "__iadd__")
+MINUS = known("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__")
+FROM = known("rsub", "__rsub__")
+TIMES = known(
+    "mul",
+    "mul_",
+    "multiply",
+    "multiply_",
+    "__mul__",
+    "__rmul__",
+    "__imul__",
+    "neg",
+    "neg_",
+    "__neg__",
+)
+OVER = known("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__")
+ARITHMETIC = (PLUS, MINUS, FROM, TIMES, OVER)
+POOLS = known("avg_pool2d")
+LINEARS = known("linear")
+CONVOLUTIONS = known("conv2d")
+NORMS: dict[Any, str] = {F.batch_norm: "batch_norm"}
+JOINS = known("cat", "concat", "stack")
+SIGNED = known("interpolate", "upsample")
+"""Linear functions whose coefficients may be negative on their own account."""
+
+LINEAR_FUNCTIONS = known(
+    *(
+        "adaptive_avg_pool2d",
+        "pad",
+        "conv1d",
+        "conv_transpose2d",
+        "mean",
+        "sum",
+        "matmul",
+        "mm",
+        "__matmul__",
+    ),
+    *(
+        "__rmatmul__",
+        "permute",
+        "transpose",
+        "movedim",
+        "swapaxes",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+    ),
+    *(
+        "channel_shuffle",
+        "native_channel_shuffle",
+        "flip",
+        "roll",
+        "narrow",
+        "select",
+        "__getitem__",
+    ),
+)
+DESCRIPTIONS = known(
+    "size", "dim", "ndimension", "__len__", "numel", "is_floating_point", "stride", "is_contiguous"
+)
+ATTRIBUTES = (
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "is_cuda",
+    "requires_grad",
+    "layout",
+    "is_sparse",
+    "is_quantized",
+)
+"""What may be asked of a tensor without reading its values."""
+
+FITTED = known("to", "type_as", "expand_as")
+MADE_LIKE = known(
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"
+)
+"""Functions that take the form of a tensor for a constant: of their second argument, of their
+first."""
+
+
+def attribute(func: Any) -> str | None:
+    """The attribute of a tensor that a call reads, if it reads one."""
+    owner = getattr(func, "__self__", None)
+    read = getattr(func, "__name__", "") == "__get__" and (
+        inspect.isgetsetdescriptor(owner) or isinstance(owner, property)
+    )
+    return (
+        getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", None)
+        if read
+        else None
+    )
+
+
+_INDEXED = known("__getitem__")
 
 
 class Source(NamedTuple):
@@ -85,9 +213,7 @@ class Call:
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
         batch = self.sources[0].shape[0]
-        weight = self.func not in functions.JOINS and not any(
-            self.func in table for table in functions.ARITHMETIC
-        )
+        weight = self.func not in JOINS and not any(self.func in table for table in ARITHMETIC)
         per_image = (
             not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
         )
@@ -115,17 +241,15 @@ class Call:
         if self.kwargs.get("out") is not None:
             raise self.refuse("out=")
         if single and self._tracked(first):
-            if func in functions.IDENTITIES or functions.attribute(func) == "data":
+            if func in IDENTITIES or attribute(func) == "data":
                 return self.inputs[0]
             for table, read in _READERS:
                 if func in table:
                     return read(self)
-        if any(func in table for table in functions.ARITHMETIC):
+        if any(func in table for table in ARITHMETIC):
             return self._arithmetic()
-        if func in functions.JOINS or (
-            single and (func in functions.LINEAR_FUNCTIONS or func in functions.SIGNED)
-        ):
-            return self._generic(signed=func in functions.SIGNED)
+        if func in JOINS or (single and (func in LINEAR_FUNCTIONS or func in SIGNED)):
+            return self._generic(signed=func in SIGNED)
         raise self.refuse()
 
     # ---- single kinds
@@ -155,11 +279,11 @@ class Call:
         settings = self.bound("input", inplace=False, approximate="none")
         if settings["approximate"] != "none":
             raise self.refuse("an approximation has other bounds")
-        return Curved(self.name, self.inputs, self.shape, functions.CURVES[self.func])
+        return Curved(self.name, self.inputs, self.shape, CURVES[self.func])
 
     def _clamp(self) -> Op | int:
         """``lo + (v - lo)^+ - (v - hi)^+``: a tree of splits can decide the signs of ReLUs."""
-        kind = functions.CLAMPS[self.func]
+        kind = CLAMPS[self.func]
         if kind == "relu6":
             self.bound("input", inplace=False)
             ends: tuple[Any, Any] = (0.0, 6.0)
@@ -352,16 +476,16 @@ class Call:
         func, single = self.func, len(self.sources) == 1 and self.reads == 1
         if self.kwargs.get("rounding_mode") is not None:
             raise self.refuse("rounding")
-        if func in functions.OVER and not (single and self._tracked(self.args[0])):
+        if func in OVER and not (single and self._tracked(self.args[0])):
             raise self.refuse("only division by a constant")
-        if func in functions.TIMES and not single:
+        if func in TIMES and not single:
             raise self.refuse("only products with a constant")
         if single and self.shape == self.before[0]:
             return self._diagonal()
         plain = self.kwargs.get("alpha", 1) == 1 and len(self.args) == 2 and self.reads == 2
         if plain and len(self.sources) == 2 and self.before[0] == self.before[1] == self.shape:
-            inputs = self.inputs[::-1] if func in functions.FROM else self.inputs
-            return Sum(self.name, inputs, self.shape, 1.0 if func in functions.PLUS else -1.0)
+            inputs = self.inputs[::-1] if func in FROM else self.inputs
+            return Sum(self.name, inputs, self.shape, 1.0 if func in PLUS else -1.0)
         return self._generic(signed=True)
 
     def _diagonal(self) -> Op:
@@ -444,17 +568,17 @@ class Call:
 
 
 _READERS: tuple[tuple[dict[Any, str], Callable[[Call], Op | int]], ...] = (
-    (functions.DROPOUTS, Call._dropout),
-    (functions.RESHAPES, Call._reshape),
-    (functions.RELUS, Call._relu),
-    (functions.LEAKY_RELUS, Call._leaky_relu),
-    (functions.CURVES, Call._curve),
-    (functions.CLAMPS, Call._clamp),
-    (functions.MAX_POOLS, Call._max_pool),
-    (functions.POOLS, Call._average_pool),
-    (functions.LINEARS, Call._linear),
-    (functions.CONVOLUTIONS, Call._convolution),
-    (functions.NORMS, Call._batch_norm),
+    (DROPOUTS, Call._dropout),
+    (RESHAPES, Call._reshape),
+    (RELUS, Call._relu),
+    (LEAKY_RELUS, Call._leaky_relu),
+    (CURVES, Call._curve),
+    (CLAMPS, Call._clamp),
+    (MAX_POOLS, Call._max_pool),
+    (POOLS, Call._average_pool),
+    (LINEARS, Call._linear),
+    (CONVOLUTIONS, Call._convolution),
+    (NORMS, Call._batch_norm),
 )
 """Functions of one argument that depends on the image, and who reads the other arguments."""
 

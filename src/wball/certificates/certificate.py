@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +18,18 @@ from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates import trust
 from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
-from wball.certificates.bounds import Bounds
 from wball.certificates.complete import Leaf, Search
-from wball.certificates.complete.bound import improve
-from wball.certificates.complete.gains import grouped, open_problems
+from wball.certificates.complete.bound import grouped, improve, open_problems
 from wball.certificates.graph import Graph
-from wball.certificates.relaxation import Relaxation
+from wball.certificates.relaxation import Bounds, Relaxation
 from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
 from wball.input_sets import InputSet
 from wball.input_sets.box import intervals
 from wball.memory import free_bytes
 from wball.model import ask, check_classes, evaluating
+from wball.progress import Bar, bar
+from wball.storage.files import read_tensors, write_tensors
 
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
 METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
@@ -49,6 +52,9 @@ network of three convolutions from -262 to 0.02, and longer moves gain less."""
 CLIMBED = 3.0
 """Optimise slopes of images whose bound is above minus this multiple of their clean margin."""
 
+BEYOND = 30.0
+"""Refuse networks whose bounds would take more than this multiple of the time limit."""
+
 ROOM = 0.8
 """Share of a GPU's free memory that the gains of images bounded together may take."""
 
@@ -62,6 +68,7 @@ class Effort:
     steps: int
     batch_size: int | None
     time_limit: float
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -72,6 +79,14 @@ class Effort:
         inputs.check_positive("time_limit", self.time_limit)
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
+
+    def seconds(self, graph: Graph, device: torch.device) -> float:
+        """A rough estimate of the time that all bounds of one image take."""
+        return graph.multiplications() / (1e11 if device.type == "cuda" else 2e9)
+
+
+class BeyondReach(Exception):
+    """The bounds of a network would take far longer than ``time_limit``."""
 
 
 class CertificateStatus(Enum):
@@ -129,6 +144,56 @@ class CertificateResult(Summarised):
             shown["median margin"] = f"{float(self.margin.median()):.4g}"
         return {**shown, "method": self.method, "plans": self.plans}
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, one entry per image, without counterexamples and leaves."""
+        columns = zip(self.status, self.margin.tolist(), self.seconds.tolist(), strict=True)
+        images = [
+            {
+                "status": status.name.lower(),
+                "margin": margin if math.isfinite(margin) else None,
+                "seconds": seconds,
+            }
+            for status, margin, seconds in columns
+        ]
+        return {**self._about(), "images": images}
+
+    def _about(self) -> dict[str, str]:
+        return {"method": self.method, "plans": self.plans, "kernel": self.kernel}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the result to a safetensors file, with all that :func:`wball.verify` needs."""
+        tensors = {"certified": self.certified, "margin": self.margin, "seconds": self.seconds}
+        if self.counterexample is not None:
+            tensors["counterexample"] = self.counterexample
+        leaves = [
+            None if found is None else [[leaf.other, leaf.splits, leaf.prices] for leaf in found]
+            for found in self.leaves
+        ]
+        for image, found in enumerate(self.leaves):
+            for number, leaf in enumerate(found or ()):
+                for name, value in leaf.tensors().items():
+                    tensors[f"{image}.{number}/{name}"] = value
+        status = [status.name for status in self.status]
+        write_tensors(Path(path), tensors, {**self._about(), "status": status, "leaves": leaves})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> CertificateResult:
+        """Read what :meth:`save` wrote."""
+        tensors, notes = read_tensors(Path(path))
+        status = tuple(CertificateStatus[name] for name in notes.pop("status"))
+        parts: dict[str, dict[str, Tensor]] = {}
+        columns: dict[str, Any] = {}
+        for name, value in tensors.items():
+            place, _, part = name.rpartition("/")
+            (parts.setdefault(place, {}) if place else columns)[part] = value
+        leaves = tuple(
+            None
+            if found is None
+            else tuple(Leaf.read(plain, parts[f"{image}.{k}"]) for k, plain in enumerate(found))
+            for image, found in enumerate(notes.pop("leaves"))
+        )
+        return CertificateResult(status=status, leaves=leaves, **columns, **notes)
+
 
 def certify(
     model: nn.Module,
@@ -141,6 +206,7 @@ def certify(
     steps: int = 30,
     batch_size: int | None = None,
     time_limit: float = 60.0,
+    progress: bool | None = None,
 ) -> CertificateResult:
     r"""Lower-bound the margin of ``y`` over the ball around each image; certify where it is above 0.
 
@@ -175,11 +241,16 @@ def certify(
         batch_size: images bounded together (``None``: chosen for the device).
         time_limit: seconds per image, on average over images bounded together. Images without an
             answer by then are ``UNKNOWN``. ``complete`` gives time that some images do not need to
-            the others, those closest to certification first.
+            the others, those closest to certification first. If the bounds of a network would take
+            thirty times as long, all images are ``UNKNOWN`` at once, with a warning.
+        progress: show a bar on stderr; ``None`` shows it on a terminal and in a notebook.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, batch_size, time_limit)
-    graph = trace(model, x)
+    effort = Effort(method, plans, steps, batch_size, time_limit, progress)
+    graph = _traced(model, x, effort)
+    if graph is None:
+        clean = _clean_margin(model, x, y)
+        return _result(clean, torch.full_like(clean, -math.inf), effort, "torch", 0.0 * clean)
     batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
     with trust.steady(model, batches):
         return _certify(model, graph, x, y, ball, effort)
@@ -194,40 +265,51 @@ def _certify(
     effort: Effort,
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a traced model."""
-    method, plans = effort.method, effort.plans
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
-        return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
+        return _result(empty, empty, effort, "torch", empty)
     step = effort.batch_size or _images_at_once(x)
     margins, cleans, known, times = [], [], [], []
-    for index in torch.arange(x.shape[0], device=x.device).split(step):
-        start = time.monotonic()
-        clean = _clean_margin(model, x[index], y[index])
-        batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean)
-        share = 0.5 if method == "complete" else 1.0  # the rest is for attacks and the search
-        batch.deadline = start + share * effort.time_limit * index.shape[0]
-        found = batch.margin()
-        margins.append(found)
-        cleans.append(clean)
-        known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
-        times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
-    margin, correct = torch.cat(margins), torch.cat(cleans) > 0
-    certified = (margin > 0) & correct
-    seconds = torch.tensor(times, dtype=torch.float64, device=x.device)
+    seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
+    title = f"certify, {effort.method}, estimate {seconds:.0f} s"
+    with bar(title, x.shape[0], "of the images", show=effort.progress) as shown:
+        for index in torch.arange(x.shape[0], device=x.device).split(step):
+            start = time.monotonic()
+            clean = _clean_margin(model, x[index], y[index])
+            batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean)
+            share = 0.5 if effort.method == "complete" else 1.0  # the rest is for the search
+            batch.deadline = start + share * effort.time_limit * index.shape[0]
+            shown.stage(index.shape[0], title)
+            found = batch.margin(shown)
+            shown.advance(index.shape[0])
+            margins.append(found)
+            cleans.append(clean)
+            known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
+            times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
+        taken = torch.tensor(times, dtype=torch.float64, device=x.device)
+        kernel = batch.source.kernel
+        result = _result(torch.cat(cleans), torch.cat(margins), effort, kernel, taken)
+        if effort.method != "complete":
+            return result
+        return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
+
+
+def _result(
+    clean: Tensor, margin: Tensor, effort: Effort, kernel: str, seconds: Tensor
+) -> CertificateResult:
+    """What bounds of the margins, and the margins of the images themselves, say."""
+    certified = (margin > 0) & (clean > 0)
     status = tuple(
         CertificateStatus.CERTIFIED
-        if c
+        if proved
         else CertificateStatus.UNKNOWN
-        if r
+        if right
         else CertificateStatus.MISCLASSIFIED
-        for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
+        for proved, right in zip(certified.tolist(), (clean > 0).tolist(), strict=True)
     )
-    result = CertificateResult(
-        certified, margin, status, plans, method, batch.source.kernel, seconds
+    return CertificateResult(
+        certified, margin, status, effort.plans, effort.method, kernel, seconds
     )
-    if method != "complete":
-        return result
-    return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
 
 
 def _decide(
@@ -241,8 +323,8 @@ def _decide(
     time_limit: float,
 ) -> CertificateResult:
     """Branch and bound for images that are not certified yet; ``known`` are bounds of their units."""
-    margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
-    counterexample, seconds = x.clone(), found.seconds.clone()
+    margin, certified, status = found.margin, found.certified, list(found.status)
+    counterexample, seconds = x.clone(), found.seconds
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
     if left:
@@ -261,12 +343,9 @@ def _decide(
                 status[k] = CertificateStatus.FALSIFIED
     return replace(
         found,
-        margin=margin,
-        certified=certified,
         status=tuple(status),
         counterexample=counterexample,
         leaves=tuple(leaves),
-        seconds=seconds,
     )
 
 
@@ -282,6 +361,7 @@ def certified_radius(
     steps: int = 30,
     batch_size: int | None = None,
     time_limit: float = 60.0,
+    progress: bool | None = None,
 ) -> Tensor:
     """The largest certified ``eps`` found for each image, float64 ``(B,)``; 0 if there is none.
 
@@ -291,29 +371,41 @@ def certified_radius(
 
     Args:
         ball: the geometry; its ``eps`` is the first radius tried.
-        rounds: maximum number of certificates per image; ``time_limit`` holds for each.
+        rounds: maximum number of certificates per image.
+        time_limit: seconds per image, on average over all images, for all rounds together.
 
     The other arguments are those of :func:`certify`.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, batch_size, time_limit)
+    effort = Effort(method, plans, steps, batch_size, time_limit, False)
     inputs.check_count("rounds", rounds)
+    end = time.monotonic() + time_limit * x.shape[0]
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
     trial = torch.where(eps > 0, eps, 0.01).expand(x.shape[0]).clone()
     clean = _clean_margin(model, x, y) if x.shape[0] else trial
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
     above, below = clean.clone(), clean.clone()  # margins at both ends
-    graph = trace(model, x)
-    for _ in range(rounds):
-        apart = high.isinf() | (high - low > high / FINE)
-        index = (apart & (clean > 0)).nonzero()[:, 0]
-        if index.numel() == 0:
-            break
-        result = _certify(model, graph, x[index], y[index], ball.at(trial[index]), effort)
-        yes, no = index[result.certified], index[~result.certified]
-        low[yes], above[yes] = trial[yes], result.margin[result.certified]
-        high[no], below[no] = trial[no], result.margin[~result.certified]
-        trial = _next_radius(clean, low, high, clean - above, clean - below)
+    graph = _traced(model, x, effort)
+    if graph is None:
+        return low
+    title = f"certified radius, {method}, at most {time_limit * x.shape[0]:.0f} s"
+    with (
+        trust.steady(model, [x] if x.shape[0] else []),
+        bar(title, rounds, "of the rounds", show=progress) as shown,
+    ):
+        for left in range(rounds, 0, -1):
+            apart = high.isinf() | (high - low > high / FINE)
+            index = (apart & (clean > 0)).nonzero()[:, 0]
+            seconds = end - time.monotonic()
+            if index.numel() == 0 or seconds <= 0:
+                break
+            some = replace(effort, time_limit=seconds / left / index.shape[0])
+            result = _certify(model, graph, x[index], y[index], ball.at(trial[index]), some)
+            yes, no = index[result.certified], index[~result.certified]
+            low[yes], above[yes] = trial[yes], result.margin[result.certified]
+            high[no], below[no] = trial[no], result.margin[~result.certified]
+            trial = _next_radius(clean, low, high, clean - above, clean - below)
+            shown.advance(1)
     return low
 
 
@@ -333,6 +425,26 @@ def _next_radius(clean: Tensor, low: Tensor, high: Tensor, taken: Tensor, lost: 
     inside = low + (high - low) * ((root - low) / (high - low)).clamp(0.125, 0.875)
     beyond = torch.maximum(1.05 * low, torch.minimum(1.05 * root, 4 * low))
     return torch.where(bounded, torch.where(certified, inside, 0.95 * root.clamp(max=high)), beyond)
+
+
+def _traced(model: nn.Module, x: Tensor, effort: Effort) -> Graph | None:
+    """The graph of a model; ``None`` with a warning if nothing can be certified in time."""
+
+    def check(graph: Graph) -> None:
+        seconds = effort.seconds(graph, x.device)
+        if seconds > BEYOND * effort.time_limit:
+            raise BeyondReach(
+                "nothing is certified: bounds of all activations of this network would "
+                f"take about {seconds / 3600:,.1f} hours per image, and time_limit is "
+                f"{effort.time_limit:g} seconds; certify a smaller network or smaller images, or a "
+                "smoothed classifier (wball.FlowSmoothing)"
+            )
+
+    try:
+        return trace(model, x, check)
+    except BeyondReach as reason:
+        warnings.warn(str(reason), RuntimeWarning, stacklevel=3)
+        return None
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
@@ -412,13 +524,16 @@ class _Batch:
         found.deadline = self.deadline
         return found
 
-    def margin(self) -> Tensor:
-        """Lower bounds of the margins, ``(B,)``."""
+    def margin(self, shown: Bar) -> Tensor:
+        """Lower bounds of the margins, ``(B,)``, with progress on a bar."""
         method, source = self.effort.method, self.source
         if method == "interval":
-            source = intervals(source, self.x.shape[0], self.x.device)
+            source = intervals(source, self.deadline)
         relaxation = self._relaxation(source)
-        self.bounds = relaxation.bound_all()
+        layers = self.graph.relaxed()
+        for number, position in enumerate(layers):
+            relaxation.bound_layer(position, self.bounds)
+            shown.within((number + 1) / (len(layers) + 1))
         margins = relaxation.margins(self.y, self.bounds)
         if method in ONE_PASS:
             return margins.amin(1)
@@ -464,15 +579,14 @@ class _Batch:
             if x.is_cuda:
                 units = room / (gain_bytes(source) * len(self.graph.relaxed()))  # of one image
                 relaxation.limit = max(LIMIT, int(units * source.gain_size) // x[0].numel())
-            sparing = self.effort.method == "anchored"  # slopes and searches use all bounds
             for position in self.graph.relaxed():
-                relaxation.bound_layer(position, some, anchored=True, sparing=sparing)
+                relaxation.bound_layer(position, some, anchored=True)
             found = torch.maximum(found, relaxation.margins(y, some, anchored=True))
         near = (found.amin(1) > -CLIMBED * self.clean[left])[:, None]
         image, other = ((found <= 0) & near).nonzero(as_tuple=True)
         if steps and image.numel() and time.monotonic() < self.deadline:
             problems = open_problems(relaxation, x, y, some, image, other)
-            climbed = improve(problems, problems.start(), steps, 0.3).bound
+            climbed = improve(problems, problems.start(), steps, 0.3, self.deadline).bound
             found[image, other] = torch.maximum(found[image, other], climbed)
         margins[left] = found
         self.bounds.put(left, some)

@@ -284,6 +284,29 @@ class Graph:
         """Positions of the operations that need bounds on what they read, in order."""
         return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved))]
 
+    def multiplications(self) -> float:
+        """About how many multiplications bounds of all relaxed units take: rows are carried back
+        from each of them, on patches that grow until they cover the map."""
+        total = 0.0
+        for target in self.relaxed():
+            sides, cost = {self.ops[target].inputs[0]: 1.0}, 0.0
+            for position in range(target - 1, 0, -1):
+                side, op = sides.pop(position, None), self.ops[position]
+                if side is None:
+                    continue
+                area = math.prod(min(side, length) for length in op.shape[1:])
+                cost += area * (
+                    op.weight.numel() if isinstance(op, (Conv2d, Linear)) else op.shape[0]
+                )
+                if isinstance(op, Conv2d):
+                    side = (side - 1) * op.stride[0] + op.dilation[0] * (op.weight.shape[2] - 1) + 1
+                elif not isinstance(op, (Diagonal, Sum, Activation, Curved)):
+                    side = math.inf
+                for source in op.inputs:
+                    sides[source] = max(side, sides.get(source, 0.0))
+            total += 2 * math.prod(self.ops[target].shape) * cost
+        return total
+
     @torch.no_grad()
     def values(self, x: Tensor) -> dict[int, Tensor]:
         """What each relaxed operation reads when the network is given ``x``, in the precision of

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -37,30 +38,131 @@ from wball.certificates.anchor import (
     charge,
     image_convolution,
 )
-from wball.certificates.bounds import (
-    ROUNDING,
-    Bounds,
-    Intervals,
-    anchored_line,
-    either,
-    relax_curve,
-    upper_line,
-)
 from wball.certificates.condition import Condition
-from wball.certificates.graph import Activation, Curved, Graph, back
+from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, back
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
 
-QUICK, MARGIN_ROUNDS = 3, 3 * ROUNDS
-"""Rounds of search that settle most units which are stable anyway, and for the few rows that
-decide."""
+ROUNDING = 1e-12
+"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the
+unit round-off."""
+
+NEGLIGIBLE = 1e-7
+"""Share of its range by which a unit may cross 0 without being bounded again."""
+
+MARGIN_ROUNDS = 3 * ROUNDS
+"""Rounds of search for the few rows that decide."""
 
 LARGE, SAMPLE, HOPE = 512, 64, 0.05
 """Minimum units of a layer that is sampled first, and units sampled per image; it is left alone if
 fewer than this share of the sample, and of the whole layer before it, turns out stable."""
 
 Lower = Literal["adaptive", "parallel"]
+
+
+@dataclass
+class Bounds:
+    """What each relaxed operation reads lies in ``[lower, upper]``, ``(B, *shape)``, in float64."""
+
+    lower: dict[int, Tensor] = field(default_factory=dict)
+    upper: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, index: Tensor) -> Bounds:
+        """The bounds of a subset of the images."""
+        return Bounds(
+            {k: v[index] for k, v in self.lower.items()},
+            {k: v[index] for k, v in self.upper.items()},
+        )
+
+    @staticmethod
+    def join(parts: list[Bounds]) -> Bounds:
+        """The bounds of several groups of images, one after the other."""
+        lower, upper = (
+            {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
+            for sides in ([part.lower for part in parts], [part.upper for part in parts])
+        )
+        return Bounds(lower, upper)
+
+    def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
+        """Store bounds, in the order of their units whatever the memory format of the network
+        that computed them.
+        """
+        self.lower[position] = lower.nan_to_num(
+            -math.inf, math.inf, -math.inf
+        ).contiguous()  # NaN is no bound
+        self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
+
+    def put(self, index: Tensor, other: Bounds) -> None:
+        """Write back the bounds of a subset."""
+        for position in other.lower:
+            self.lower[position][index] = other.lower[position]
+            self.upper[position][index] = other.upper[position]
+
+    def unstable(self, position: int) -> Tensor:
+        return (self.lower[position] < 0) & (self.upper[position] > 0)
+
+    def worth_a_row(self, position: int) -> Tensor:
+        """Units whose activation bends where it matters: one that crosses 0 by rounding needs
+        no better bound.
+        """
+        low, up = self.lower[position], self.upper[position]
+        small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
+        return (low < 0) & (up > 0) & ~small
+
+
+class Intervals:
+    """What the values of a graph can be over an input set, coordinate by coordinate, as far
+    as bounds are known.
+    """
+
+    def __init__(self, graph: Graph, source: InputSet) -> None:
+        self.graph, self.source = graph, source
+        self._found: dict[int, Interval | None] = {}
+
+    def start(self, position: int, bounds: Bounds) -> None:
+        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and
+        enough for many units.
+        """
+        source = self.graph.ops[position].inputs[0]
+        for place in range(source + 1):
+            if place in self._found:
+                continue
+            op, found = self.graph.ops[place], None
+            if isinstance(op, Input):
+                low, up = self.source.ranges()
+                found = (low + up) / 2, (up - low) / 2
+            elif isinstance(op, Affine):
+                parts = [self._found[k] for k in op.inputs]
+                known = [part for part in parts if part is not None]
+                found = _widened(op, known) if len(known) == len(parts) else None
+            elif place in bounds.lower:
+                assert isinstance(op, (Activation, Curved))
+                found = op.interval(bounds.lower[place], bounds.upper[place])
+                # Half a bound is enough for a stable unit, but infinite intervals would cancel to
+                # NaN further on.
+                found = found if bool(torch.isfinite(found[1]).all()) else None
+            self._found[place] = found
+        interval = self._found[source]
+        if interval is None:
+            like = self.source.ranges()[0]
+            empty = like.new_full((like.shape[0], *self.graph.ops[source].shape), math.inf)
+            bounds.set(position, -empty, empty)
+            return
+        centre, radius = interval
+        bounds.set(position, centre - radius, centre + radius)
+
+
+def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
+    """The interval after an operation, with room for the rounding of every sum in it."""
+    found = op.interval(*parts)
+    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
+    if found is None or summed is None:
+        return None
+    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), (
+        f"{op.name}: negative radius"
+    )
+    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
 
 
 class Relaxation:
@@ -157,13 +259,13 @@ class Relaxation:
         anchored: bool = False,
         rounds: int = ROUNDS,
         known: Tensor | None = None,
-        search: bool = True,
+        settle: bool = False,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in
         float64.
 
-        ``known`` are bounds of the rows that hold already, which a condition needs. Without
-        ``search`` only the linear function is found, and the bound is ``-inf``.
+        ``known`` are bounds of the rows that hold already, which a condition needs. With
+        ``settle``, a rough bound is enough for rows that it proves to be positive.
         """
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
@@ -173,8 +275,6 @@ class Relaxation:
         )
         size = sum(scale, constant.abs() + at_input.coeff.abs().flatten(1).sum(1))
         at_input, charges = charge(self.source, at_input, charged, dense=self.condition is not None)
-        if not search:
-            return Bound(torch.full_like(constant, -math.inf), at_input, charges, constant)
         negated = at_input.like(-at_input.coeff)
         if self.condition is not None:
             assert known is not None
@@ -182,6 +282,12 @@ class Relaxation:
                 self.source, negated, charges, constant - known, rounds
             )
             size = size + more
+        elif settle and (steepest := self.source.steepest(at_input)) is not None:
+            largest = (negated.coeff * at_input.read(self.source.x)).flatten(1).sum(1)
+            largest += steepest * self.source.budget[rows.image]
+            rough = constant - largest - 2 * ROUNDING * (size + largest.abs())
+            left = (rough <= 0).nonzero()[:, 0]
+            largest[left] = self.source.maximum(negated.take(left), rounds=rounds)
         else:
             largest = self.source.maximum(negated, charges, rounds=rounds)
         value = constant - largest - ROUNDING * (size + largest.abs())
@@ -215,15 +321,13 @@ class Relaxation:
         bounds: Bounds,
         *,
         anchored: bool = False,
-        sparing: bool = False,
     ) -> None:
         """Bound what relaxed operation ``position`` reads: all units at first, then only its
         unstable units again.
 
         New bounds replace old ones only where they are tighter. Units found stable need no second
         bound: theirs may stay infinite. ``anchored`` uses the anchors of earlier layers and leaves
-        one for this layer. ``sparing`` leaves out bounds that an anchor does not use: lower ones of
-        units below 0 at the image, and upper ones of the others.
+        one for this layer.
         """
         op = self.graph.ops[position]
         shape = self.graph.ops[op.inputs[0]].shape
@@ -235,6 +339,8 @@ class Relaxation:
         ready = gains is not None and self._shared_gains(position)
         if not known:
             self._intervals.start(position, bounds)
+            known = self._bound_convolution(position, bounds)
+            ready = ready or known
         if ready and known and self.condition is None:
             return  # rows could not improve on it
         every = torch.arange(self.images * size, device=self.like.device)
@@ -246,41 +352,42 @@ class Relaxation:
                 # needed.
                 likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
                 every = self._without_hope(position, bounds, every, likely)
-                # A compiled search need not be repeated; in torch, a short one settles what is
-                # stable anyway.
-                once = self.source.compiled and gains is None
-                rounds, done = (ROUNDS, likely) if once else (QUICK, None)
-                self._bound_units(position, bounds, every, likely[every], rounds=rounds)
+                self._bound_units(position, bounds, every, likely[every])
+                done = likely if gains is None else None
                 every = every[bounds.worth_a_row(position).flatten()[every]]
         if gains is not None and not ready:
-            self._bound_with_gains(position, bounds, every, gains, sparing)
+            self._bound_with_gains(position, bounds, every, gains)
             return
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
             sign = torch.full(some.shape, side, device=self.like.device)
             self._bound_units(position, bounds, some, sign, anchored)
 
+    def _bound_convolution(self, position: int, bounds: Bounds) -> bool:
+        """Bound the units of a first convolution without rows, where that is possible."""
+        layer = image_convolution(self.graph, position)
+        several = self.source.shares_moves and len(self.source.moves) > 1
+        if layer is None or self.centre is None or not several:
+            return False
+        low, up, centre = bounds.lower[position], bounds.upper[position], self.centre[position]
+        room = ROUNDING * (centre.abs() + up - low)
+        fall, rise = (
+            (1 + ROUNDING) * layer.gain(sign, self.source, self.deadline) + room
+            for sign in (-1.0, 1.0)
+        )
+        bounds.set(position, torch.maximum(low, centre - fall), torch.minimum(up, centre + rise))
+        return True
+
     def _bound_with_gains(
-        self,
-        position: int,
-        bounds: Bounds,
-        every: Tensor,
-        gains: Collector,
-        sparing: bool,
+        self, position: int, bounds: Bounds, every: Tensor, gains: Collector
     ) -> None:
         """Bound units from below, those that stay unstable from above, and leave an anchor
         with the gains of these.
         """
-        assert self.centre is not None
-        wanted = gains.choose(bounds.lower[position], bounds.upper[position]).flatten()
-        above = self.centre[position].flatten() > 0
-        some = every[(above | ~wanted)[every]] if sparing else every
-        self._bound_units(position, bounds, some, self.like.new_ones(some.shape), True)
+        gains.choose(bounds.lower[position], bounds.upper[position])
+        self._bound_units(position, bounds, every, self.like.new_ones(every.shape), True)
         every = every[bounds.worth_a_row(position).flatten()[every]]
-        spared = above & wanted & sparing
-        for some, search in ((every[~spared[every]], True), (every[spared[every]], False)):
-            sign = -self.like.new_ones(some.shape)
-            self._bound_units(position, bounds, some, sign, True, gains, search=search)
+        self._bound_units(position, bounds, every, -self.like.new_ones(every.shape), True, gains)
         found = gains.anchor()
         if found is not None:
             self.anchors[position] = found
@@ -307,8 +414,8 @@ class Relaxation:
         ``sign`` is the side that could prove each unit of the batch stable.
         """
         size = math.prod(self.graph.ops[position].shape)
-        if size < LARGE or image_convolution(self.graph, position) is not None:
-            return every  # rows over a first convolution are cheap
+        if size < LARGE:
+            return every
         image = every // size
         many = torch.bincount(image, minlength=self.images) >= (1 - HOPE) * size
         sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
@@ -329,8 +436,6 @@ class Relaxation:
         sign: Tensor,
         anchored: bool = False,
         gains: Collector | None = None,
-        rounds: int = ROUNDS,
-        search: bool = True,
     ) -> None:
         """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is
         tighter.
@@ -350,6 +455,8 @@ class Relaxation:
             return units(shape, here // size, here % size, sign[index], self.like)
 
         step = self._chunk(target, rows_of, bounds, anchored)
+        # How far a unit is from 0 does not matter. On a GPU, counting such units takes longer.
+        settle = not (anchored or every.is_cuda or isinstance(self.graph.ops[position], Curved))
         for index in torch.arange(every.shape[0], device=self.like.device).split(step):
             if time.monotonic() > self.deadline:
                 return
@@ -359,22 +466,14 @@ class Relaxation:
                 rows_of(index),
                 bounds,
                 anchored=anchored,
-                rounds=rounds,
                 known=torch.where(sign[index] > 0, low[here], -up[here]),
-                search=search,
+                settle=settle,
             )
             if gains is not None:
                 gains.add(here // size, here % size, bound)
             below = sign[index] > 0
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
-
-    def bound_all(self) -> Bounds:
-        """Bounds for every relaxed operation, in order, with the initial slopes."""
-        bounds = Bounds()
-        for position in self.graph.relaxed():
-            self.bound_layer(position, bounds)
-        return bounds
 
     @torch.no_grad()
     def margins(self, y: Tensor, bounds: Bounds, *, anchored: bool = False) -> Tensor:
@@ -409,3 +508,61 @@ class Relaxation:
             slack = self.graph.slack_of(y[image[index]], other[index])
             out[image[index], other[index]] = bound.value - slack
         return out
+
+
+def anchored_line(
+    low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where
+    there is one.
+
+    Where the unit is stable or its centre is not strictly inside, the given line stays, without a
+    bend.
+    """
+    inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
+    at = torch.where(inside, centre, 0.5 * (low + up))
+    value = torch.where(at > 0, at, leak * at)
+    left = (value - leak * low) / (at - low)
+    right = (up - value) / (up - at)
+    bend = torch.where(inside, right - left, torch.zeros_like(slope))
+    return (
+        bend.clamp(min=0),
+        torch.where(inside, left, slope),
+        torch.where(inside, value - left * at, shift),
+        inside,
+    )
+
+
+def either(steep: Tensor, leak: float, like: Tensor) -> Tensor:
+    """1 or the leak, in the precision of ``like``: ``torch.where`` of two plain numbers rounds them
+    to float32."""
+    return torch.where(steep, torch.ones_like(like), leak)
+
+
+def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
+    """Slope and shift of the upper line, exact where the unit is stable."""
+    crossing = (low < 0) & (up > 0)
+    width = torch.where(crossing, up - low, torch.ones_like(up))
+    slope = torch.where(crossing, (up - leak * low) / width, either(up > 0, leak, up))
+    shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
+    return slope, shift
+
+
+def relax_curve(
+    op: Curved, rows: Rows, lower: Tensor, upper: Tensor
+) -> tuple[Tensor, Rows, Tensor]:
+    """The line below a curve where a row's coefficient is positive, the one above where it is
+    negative.
+
+    The last one is the sum of the magnitudes that entered the constant.
+    """
+    dtype, lines = rows.coeff.dtype, op.lines(lower.double(), upper.double())
+    positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
+
+    def read(part: Tensor) -> Tensor:
+        return rows.read(part.to(dtype))
+
+    below, above = positive * read(lines.low_shift), negative * read(lines.up_shift)
+    size = (below.detach().abs() + above.detach().abs()).flatten(1).sum(1)
+    out = rows.like(positive * read(lines.low_slope) + negative * read(lines.up_slope))
+    return (below + above).flatten(1).sum(1), out, size

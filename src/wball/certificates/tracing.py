@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
+from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,8 +26,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from wball.certificates import functions, trust
-from wball.certificates.calls import Call, Source
+from wball.certificates import trust
+from wball.certificates.calls import (
+    ATTRIBUTES,
+    DESCRIPTIONS,
+    FITTED,
+    MADE_LIKE,
+    Call,
+    Source,
+    attribute,
+)
 from wball.certificates.graph import (
     Graph,
     Input,
@@ -38,11 +48,14 @@ BATCH = 3
 """Images of the run without values."""
 
 
-def trace(model: nn.Module, x: Tensor) -> Graph:
+def trace(
+    model: nn.Module, x: Tensor, check: Callable[[Graph], None] = lambda graph: None
+) -> Graph:
     """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B,
     n)``).
 
     Refused: a model that runs or answers something else at points around the images ``x``.
+    ``check`` is called with the graph before it is compared with the model, and may raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -60,6 +73,7 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, torch.no_grad())
+            check(graph)
             # Hooks on gradients pass tensors through a function that cannot be seen; without
             # gradients they do nothing.
             hooked = any(
@@ -81,6 +95,8 @@ def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]
     recorder = Recorder(model, x)
     if isinstance(x, Valueless):
         x.watch = recorder.watch
+    before = sys.getprofile()
+    sys.setprofile(partial(recorder.profile, before))
     try:
         with gradients, torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
             logits = model(x)
@@ -88,6 +104,8 @@ def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]
         if recorder.refusal is not None:
             raise recorder.refusal from None
         raise _unfollowed(f"{type(model).__name__}.forward", error) from error
+    finally:
+        sys.setprofile(before)
     if recorder.refusal is not None:  # whatever the model caught
         raise recorder.refusal
     return recorder.graph(logits)
@@ -129,7 +147,17 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 READERS = frozenset(
-    {"numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__", "__dlpack__"}
+    {
+        "numpy",
+        "tolist",
+        "item",
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "__array__",
+        "__dlpack__",
+        "_to_dlpack",
+    }
 )
 """Attributes that read values in ways that no operation of PyTorch shows."""
 
@@ -200,6 +228,14 @@ def memory(tensor: Tensor) -> int:
     return held.untyped_storage()._cdata
 
 
+Name = tuple[int, int]
+
+
+def label(tensor: Tensor) -> Name:
+    """What a tensor is recorded under; swapping tensors changes their memory."""
+    return id(tensor), memory(tensor)
+
+
 class _Watcher(TorchDispatchMode):
     """Shows a recorder every operation that PyTorch runs, also those that no function call
     shows."""
@@ -235,9 +271,9 @@ class Recorder(TorchFunctionMode):
         self.batch, self.device = x.shape[0], x.device
         self.refusal: UnsupportedModule | None = None
         self.ops: list[Op] = []
-        self.held: dict[int, Tensor] = {}  # tensors that depend on the image, by their identity
-        self.place: dict[int, int] = {}
-        self.stale: set[int] = set()  # changed under another name
+        self.held: dict[Name, Tensor] = {}  # tensors that depend on the image
+        self.place: dict[Name, int] = {}
+        self.stale: set[Name] = set()  # changed under another name
         self.depends: set[int] = set()  # memory of tensors that depend on the image
         self.constants: list[tuple[Tensor, int]] = []  # with the version that was read
         self.inside: int | None = None  # the thread that is in a recorded call
@@ -246,9 +282,9 @@ class Recorder(TorchFunctionMode):
 
     def graph(self, logits: Any) -> Graph:
         """The graph of what was recorded, once the run is over."""
-        if isinstance(logits, Tensor) and id(logits) in self.stale:
+        if isinstance(logits, Tensor) and label(logits) in self.stale:
             raise self._changed("the result")
-        if not isinstance(logits, Tensor) or id(logits) not in self.place or logits.ndim != 2:
+        if not isinstance(logits, Tensor) or label(logits) not in self.place or logits.ndim != 2:
             raise UnsupportedModule(
                 "the model must return one tensor of logits (B, classes) that it computed itself"
             )
@@ -259,7 +295,7 @@ class Recorder(TorchFunctionMode):
             )
         if any(_version(constant) != version for constant, version in self.constants):
             raise UnsupportedModule("a constant of the model is changed in place after it was used")
-        return Graph(tuple(self.ops[: self.place[id(logits)] + 1]))
+        return Graph(tuple(self.ops[: self.place[label(logits)] + 1]))
 
     def __torch_function__(
         self,
@@ -281,6 +317,18 @@ class Recorder(TorchFunctionMode):
         not."""
         self.refusal = self.refusal or refusal
         return self.refusal
+
+    def profile(self, before: Any, frame: FrameType, event: str, called: Any) -> None:
+        """Refuse compiled functions of PyTorch that read values, or fail: a model that goes on may
+        have asked for values in a way that no operation shows. ``before`` is the profiler in use."""
+        if before is not None:
+            before(frame, event, called)
+        if not getattr(getattr(called, "__self__", None), "__name__", "").startswith("torch"):
+            return
+        if event == "c_exception" or (event == "c_call" and called.__name__ in READERS):
+            raise self.refuse(
+                UnsupportedModule(f"{self.title(called)} asks for values of a tensor")
+            )
 
     def watch(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool = False
@@ -318,15 +366,17 @@ class Recorder(TorchFunctionMode):
         if self.refusal is not None:
             raise self.refusal
         tensors = _tensors((args, kwargs))
-        sources = list({id(t): t for t in tensors if id(t) in self.place}.values())
+        sources = list({label(t): t for t in tensors if label(t) in self.place}.values())
         title = self.title(func)
-        if any(isinstance(t, Valueless) and id(t) not in self.place for t in tensors):
+        if any(isinstance(t, Valueless) and label(t) not in self.place for t in tensors):
             raise UnsupportedModule(
                 f"{title} reads a tensor that was computed where no function call shows it"
             )
-        if any(id(t) in self.stale for t in sources):
+        if any(label(t) in self.stale for t in sources):
             raise self._changed(title)
-        if len(sources) == 1 and self._reads_only_form(func, args, tensors):
+        if sum(label(t) in self.place for t in tensors) == 1 and _reads_only_form(
+            func, args, sources[0]
+        ):
             plain, named = tree_map(
                 lambda v: v.behind if isinstance(v, Valueless) else v, (args, kwargs)
             )
@@ -343,17 +393,14 @@ class Recorder(TorchFunctionMode):
             return result
         changed = [t for t, version in zip(tensors, before, strict=True) if _version(t) != version]
         if not isinstance(result, Tensor):
-            if (
-                func not in functions.DESCRIPTIONS
-                and functions.attribute(func) not in functions.ATTRIBUTES
-            ):
+            if func not in DESCRIPTIONS and attribute(func) not in ATTRIBUTES:
                 raise UnsupportedModule(
                     f"{title} reads the values of a tensor, or is not known: no bound follows it"
                 )
             return result
         if changed and not (changed[0] is result is args[0] and all(t is result for t in changed)):
             raise UnsupportedModule(f"{title} writes into another tensor: no bound follows it")
-        if not changed and id(result) in self.place:
+        if not changed and label(result) in self.place:
             return result  # one of its inputs, as it is
         if result.shape[:1] != (self.batch,) or any(shape[:1] != (self.batch,) for shape in shapes):
             raise UnsupportedModule(
@@ -364,7 +411,7 @@ class Recorder(TorchFunctionMode):
                 f"{title} computes in {result.dtype}, which is less precise than what it reads"
             )
         places = [
-            Source(t, self.place[id(t)], shape[1:])
+            Source(t, self.place[label(t)], shape[1:])
             for t, shape in zip(sources, shapes, strict=True)
         ]
         shape, name = tuple(result.shape[1:]), self.module()[0]
@@ -379,24 +426,12 @@ class Recorder(TorchFunctionMode):
         self._append(op, result)
         return result
 
-    def _reads_only_form(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        """Whether a call makes a constant in the shape, dtype or device of the one tensor that
-        depends on the image."""
-        if sum(1 for t in tensors if id(t) in self.place) != 1 or not args:
-            return False
-        first = id(args[0]) in self.place
-        return (
-            func in functions.MADE_LIKE
-            if first
-            else func in functions.FITTED and len(args) > 1 and id(args[1]) in self.place
-        )
-
     def _append(self, op: Op | int, result: Tensor) -> None:
         """Remember what a tensor is: a new operation, or the value of an old one."""
         if isinstance(op, Op):
             self.ops.append(op)
             op = len(self.ops) - 1
-        self.held[id(result)], self.place[id(result)] = result, op
+        self.held[label(result)], self.place[label(result)] = result, op
         self.depends.add(memory(result))
 
     def module(self) -> tuple[str, str]:
@@ -411,7 +446,7 @@ class Recorder(TorchFunctionMode):
 
     def title(self, func: Any) -> str:
         name, kind = self.module()
-        called = functions.attribute(func) or getattr(func, "__name__", str(func))
+        called = attribute(func) or getattr(func, "__name__", str(func))
         return f"{called!r} in module {name!r} ({kind})"
 
     def _changed(self, title: str) -> UnsupportedModule:
@@ -419,6 +454,14 @@ class Recorder(TorchFunctionMode):
             f"{title}: a tensor is read after it was changed in place (+=, inplace=True) under "
             "another name; work on a copy (.clone())"
         )
+
+
+def _reads_only_form(func: Any, args: tuple[Any, ...], source: Tensor) -> bool:
+    """Whether a call makes a constant in the shape, dtype or device of a tensor that depends on the
+    image."""
+    if args and args[0] is source:
+        return func in MADE_LIKE
+    return func in FITTED and len(args) > 1 and args[1] is source
 
 
 def _version(tensor: Tensor) -> int:

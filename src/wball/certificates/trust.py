@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -93,12 +95,16 @@ class _Digest(pickle.Pickler):
             own = type(value).__module__.startswith("wball.") and not isinstance(value, nn.Module)
             return type(value).__name__ if own else None
         name = getattr(value, "__qualname__", value.__name__)
+        if isinstance(value, ModuleType):  # counters and switches of other modules
+            plain = {k: v for k, v in vars(value).items() if isinstance(v, (int, float, str))}
+            return name, sorted(plain.items())
         if id(value) in self.seen or getattr(value, "__module__", None) not in self.code:
             return name
         self.seen.add(id(value))
         if not isinstance(value, FunctionType):
             return name, dict(vars(value))
-        named = [value.__globals__.get(part) for part in value.__code__.co_names]
+        known = {**sys.modules, **value.__globals__}
+        named = [known.get(part) for part in value.__code__.co_names]
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return name, named, cells, value.__defaults__, vars(value)
 
@@ -110,7 +116,9 @@ class _Digest(pickle.Pickler):
             found = value.__reduce_ex__(4)
             return (str, (found,)) if isinstance(found, str) else found
         except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
-            return str, (type(value).__name__,)
+            frame = getattr(value, "gi_frame", None)  # of a generator
+            inside = getattr(value, "__dict__", None) if frame is None else frame.f_locals
+            return str, (type(value).__name__,), inside
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -139,13 +147,19 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return max(unit, 2.0**-11) if device.type == "cuda" and dtype is torch.float32 else unit
 
 
+def _drawn() -> bytes:
+    """The state of the random number generators that everybody shares."""
+    state = torch.get_rng_state().numpy(), np.random.get_state()  # noqa: NPY002 - only read
+    return pickle.dumps((*state, random.getstate()))
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Refuse a model that changes its buffers or attributes, or draws random numbers, between start
     and end."""
-    before, random = _Digest(model).hash.digest(), torch.get_rng_state()
+    before, drawn = _Digest(model).hash.digest(), _drawn()
     yield
-    if not torch.equal(random, torch.get_rng_state()):
+    if drawn != _drawn():
         raise UnsupportedModule(
             f"{type(model).__name__}.forward draws random numbers: its answers are not certain"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,16 @@ def certify(
         typer.Option(
             "--method",
             metavar="NAME",
-            help="interval, dual, crown, anchored, alpha-crown or complete",
+            help="interval, dual, crown, anchored, alpha-crown or complete, or several of them, "
+            "separated by commas",
         ),
     ] = "anchored",
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="SECONDS", help="time per image")
+    ] = 60.0,
+    check: Annotated[
+        bool, typer.Option("--verify", help="confirm certificates by the independent checker")
+    ] = False,
     window: options.Window = 5,
     pictures: options.DataChoice,
     files: options.ModelFiles,
@@ -47,6 +55,7 @@ def certify(
     from rich.table import Table
 
     from wball.certificates import certify as prove
+    from wball.certificates import verify
     from wball.storage.files import write_json
 
     if out is not None and out.suffix != ".json":
@@ -57,28 +66,32 @@ def certify(
         made = load_models(models, files, where)
         images = choices.load_images(pictures, where, seed, default_limit=10)
     contents = []
-    for net, name in made:
-        heading = f"{method} on {name}, {len(images.x)} images of {images.name}"
+    for (net, name), way in itertools.product(made, method.split(",")):
+        heading = f"{way} on {name}, {len(images.x)} images of {images.name}"
         table = Table(title=escape(heading), title_justify="left")
         table.add_column(f"eps ({threat.unit})", justify="right")
         table.add_column("certified accuracy", justify="right")
+        if check:
+            table.add_column("confirmed", justify="right")
         rows = []
         for r in radii:
+            ball = threat.at(r)
             with choices.prints_aside(as_json):
-                proof = prove(net, images.x, images.y, threat.at(r), method)  # type: ignore[arg-type]
-            accuracy = float(proof.certified.double().mean())
-            rows.append(
-                {
-                    "eps": r,
-                    "certified": accuracy,
-                    "images": proof.certified.tolist(),
-                    "margin": proof.margin.tolist(),
-                }
-            )
-            table.add_row(f"{r:g}", f"{100 * accuracy:.1f} %")
+                proof = prove(net, images.x, images.y, ball, way, time_limit=time_limit)  # type: ignore[arg-type]
+                found = verify(net, images.x, images.y, ball, proof) if check else None  # type: ignore[arg-type]
+            row: dict[str, Any] = {"eps": r, "certified": float(proof.certified.double().mean())}
+            row["images"] = proof.certified.tolist()
+            for column in ("margin", "status"):
+                row[column] = [image[column] for image in proof.to_dict()["images"]]
+            if found is not None:
+                row["confirmed"] = float(found.confirmed.double().mean())
+                row["verification"] = [status.name.lower() for status in found.status]
+            rows.append(row)
+            shares = [row[column] for column in ("certified", "confirmed") if column in row]
+            table.add_row(f"{r:g}", *(f"{100 * share:.1f} %" for share in shares))
         console.print(table)
         about = {"model": name, "data": images.name, "label": images.y.tolist()}
-        contents.append({**about, "unit": threat.unit, "method": method, "radii": rows})
+        contents.append({**about, "unit": threat.unit, "method": way, "radii": rows})
     content: Any = contents[0] if len(contents) == 1 else contents
     if out is not None:
         write_json(out, content)

@@ -92,11 +92,12 @@ def train(
     images. If interrupted, rerun the same command to resume.
     """
     from wball.data import load_dataset
-    from wball.training import distributed, presets
     from wball.training import preset as find
+    from wball.training import presets
     from wball.training import train as run
     from wball.training.config import OWN
     from wball.training.presets import override
+    from wball.training.state import current, launched
 
     if preset not in presets():
         raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
@@ -114,7 +115,7 @@ def train(
     given += [(path, value) for path, value in options_given if value is not None]
     for path, value in given:
         config = override(config, path, value)
-    with distributed.launched(str(choices.device(device).type)) as here:
+    with launched(str(choices.device(device).type)) as here:
         tests: Any = None
         if data is None:
             x, y = load_dataset(config.dataset, data_dir, "train", device=here)
@@ -137,7 +138,7 @@ def train(
             config, (x, y), tests, model=network, init=init, teacher=guide, out=out, device=here,
             time_limit=time_limit, on_epoch=_print_epoch,
         )  # fmt: skip
-        if distributed.current().main:
+        if current().main:
             print(printable(f"written: {out / config.name}.safetensors"), flush=True)
     return 0
 

@@ -27,7 +27,6 @@ class InputSet(ABC):
     Attributes:
         shape: the shape of one image.
         kernel: the kernel behind :meth:`maximum`.
-        compiled: whether a full search costs hardly more than a short one.
         has_plans: whether images are made by transport plans. The other attributes are for such
             sets.
         x: the images on a grid, ``(B, C, H, W)``, float64.
@@ -44,7 +43,6 @@ class InputSet(ABC):
 
     shape: tuple[int, ...]
     kernel = "torch"
-    compiled = False
     has_plans = False
     x: Tensor
     budget: Tensor
@@ -70,6 +68,11 @@ class InputSet(ABC):
         best ``psi`` is searched for in ``rounds``. Differentiable in coefficients, charges and prices: at the best ``psi``
         its own slope is 0 (envelope theorem).
         """
+
+    def steepest(self, rows: Rows) -> Tensor | None:
+        """The most that moved mass gains in each row per unit of its cost, ``(N,)``; ``None`` if
+        that is not known."""
+        return None
 
     def patched(self, rows: Rows, allowed: bool = True) -> Rows:
         """The rows as :meth:`maximum` reads them; dense unless patches pay and are ``allowed``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
@@ -44,21 +45,17 @@ class IntervalSet(InputSet):
 
 
 @torch.no_grad()
-def intervals(
-    source: InputSet, images: int, device: torch.device, chunk: int = 4096
-) -> IntervalSet:
+def intervals(source: InputSet, deadline: float = math.inf) -> IntervalSet:
     """The smallest box of per-pixel intervals around each ball: what the paper's roadblock
-    passes through.
+    passes through. Pixels keep their whole range after the deadline.
     """
-    size = math.prod(source.shape)
-    like = torch.zeros(0, dtype=torch.float64, device=device)
-    ends = []
-    for sign in (-1.0, 1.0):
-        found = []
-        every = torch.arange(images * size, device=device)
-        for part in torch.split(every, chunk):
-            signs = torch.full((part.shape[0],), sign, dtype=torch.float64, device=device)
-            rows = units(source.shape, part // size, part % size, signs, like)
-            found.append(sign * source.maximum(rows))
-        ends.append(torch.cat(found).reshape(images, *source.shape))
+    size, ends = math.prod(source.shape), [end.clone().contiguous() for end in source.ranges()]
+    for sign, end in zip((-1.0, 1.0), ends, strict=True):
+        flat = end.view(-1)
+        for part in torch.arange(flat.shape[0], device=flat.device).split(4096):
+            if time.monotonic() > deadline:
+                break
+            signs = flat.new_full(part.shape, sign)
+            rows = units(source.shape, part // size, part % size, signs, flat)
+            flat[part] = sign * source.maximum(rows)
     return IntervalSet(ends[0], ends[1])

@@ -29,7 +29,7 @@ class Detours:
         first, second: the listed moves they are made of, by number.
         halfway: where the first of them leads.
         rings: places in the list of the moves of each cost.
-        tiers: least cost and length in pixels of all longer moves, in tiers of length.
+        limit: all longer moves have at least this length.
     """
 
     offsets: tuple[Offset, ...]
@@ -37,7 +37,7 @@ class Detours:
     second: tuple[int, ...]
     halfway: tuple[Offset, ...]
     rings: dict[float, slice]
-    tiers: list[tuple[float, int]]
+    limit: float
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -116,20 +116,8 @@ def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -
     halfway = tuple(found[end] for end in kept)
     first = tuple(number[way] for way in halfway)
     second = tuple(number[r - a, c - b] for (r, c), (a, b) in zip(kept, halfway, strict=True))
-    tiers = tiers_from(limit, limit**power, power, max(height, width)) if limit < math.inf else []
-    return Detours(tuple(kept), first, second, halfway, rings, tiers)
+    return Detours(tuple(kept), first, second, halfway, rings, limit)
 
 
 def _between(part: int, whole: int) -> bool:
     return min(0, whole) <= part <= max(0, whole)
-
-
-def tiers_from(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
-    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many
-    pixels it spans.
-    """
-    lengths = [
-        length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side
-    ] or [reach]
-    spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
-    return [(max(least, length**p), span) for length, span in zip(lengths, spans, strict=True)]

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, InputSet, Plans
-from wball.input_sets.detours import Detours, detours, tiers_from
+from wball.input_sets.detours import Detours, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
@@ -93,7 +93,7 @@ class TransportSet(InputSet):
             beyond = [m[2] for m in every if m[2] >= limit]
             if beyond:
                 self.far = min(beyond)
-                self.tiers = tiers_from(reach, self.far, cost.p, max(height, width))
+                self.tiers = self._tiers(reach, self.far)
         else:
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
@@ -107,7 +107,6 @@ class TransportSet(InputSet):
         }
         self.active, self._held = self._list_active()
         self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
-        self.compiled = self.kernel != "torch"
         self.shares_moves = self.matrix is None
 
     def _list_active(self) -> tuple[Tensor | None, Tensor]:
@@ -144,6 +143,30 @@ class TransportSet(InputSet):
             return torch.full_like(whole, self.box[0]), torch.full_like(whole, self.box[1])
         most = self.x.sum((2, 3), keepdim=True).expand(self.x.shape) * (1 + 1e-12)
         return torch.zeros_like(whole), most.reshape(whole.shape)
+
+    def steepest(self, rows: Rows) -> Tensor | None:
+        """The largest step between neighbours, by which every pixel is reached in at most
+        ``sqrt(2)`` times its distance. Whole distances cost no more than their powers.
+        """
+        if self.power is None or self.power < 1 or rows.coeff.ndim != 4:
+            return None
+        coeff = rows.coeff if rows.corner is None else F.pad(rows.coeff, (1,) * 4)
+        steps = [coeff.diff(dim=k).abs().flatten(1) for k in (2, 3)]
+        return 1.4142135623731 * torch.cat(steps, 1).amax(1)
+
+    def _tiers(self, reach: float, least: float = 0.0) -> list[tuple[float, int]]:
+        """Lengths from ``reach`` on in a few tiers: the cost of the shortest of each, at least
+        ``least``, and the pixels it spans.
+        """
+        assert self.power is not None
+        if reach == math.inf:
+            return []
+        side = max(self.x.shape[2:])
+        lengths = [reach * times for times in (1, 4 / 3, 2, 10 / 3) if reach * times < side]
+        lengths = lengths or [reach]
+        spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
+        costs = [max(least, length**self.power) for length in lengths]
+        return list(zip(costs, spans, strict=True))
 
     # ---- from rows to fields
 
@@ -249,7 +272,7 @@ class TransportSet(InputSet):
                 paid = longer.worth(charges.moves, self._targets(rows, box, 2), size, self.radius)
                 levels += [paid[:, :, ring].amax(2) for ring in longer.rings.values()]
                 costs += list(longer.rings)
-                tiers = longer.tiers
+                tiers = self._tiers(longer.limit)
             if charges is not None:
                 ends = ends + charges.into
             within, around = 0, ends

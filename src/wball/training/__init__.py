@@ -11,7 +11,7 @@ from wball.training.config import (
     describe,
 )
 from wball.training.loop import TrainResult, train
-from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
+from wball.training.losses import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets
 
 __all__ = [

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
-from wball.certificates.bounds import upper_line
 from wball.certificates.graph import (
     Activation,
     Affine,
@@ -35,6 +34,7 @@ from wball.certificates.graph import (
     Sum,
     back,
 )
+from wball.certificates.relaxation import upper_line
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost

@@ -104,7 +104,7 @@ class Loss:
     Attributes:
         clean: weight of the clean loss.
         label_smoothing: share of the uniform distribution in the labels.
-        teacher: share of a teacher's probabilities in the labels (:mod:`wball.training.teacher`);
+        teacher: share of a teacher's probabilities in the labels (:class:`~wball.training.losses.Teacher`);
             the network itself is passed to :func:`~wball.training.train`.
     """
 

@@ -29,20 +29,18 @@ from wball.model import as_found, ask, check_classes
 from wball.progress import bar as progress_bar
 from wball.storage.files import clear_parts, locked, write_tensors, write_whole
 from wball.storage.weights import load_weights, save_weights
-from wball.training import distributed
 from wball.training.config import OWN, Optimisation, TrainConfig, describe
-from wball.training.losses import Objective
-from wball.training.measure import measure
-from wball.training.opponent import Opponent, Radii
+from wball.training.losses import Objective, Opponent, Radii, Teacher, measure
 from wball.training.state import (
     Average,
     MetricsLog,
+    World,
+    current,
     generator,
     load_state,
     pack_optimizer,
     unpack_optimizer,
 )
-from wball.training.teacher import Teacher
 from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
@@ -111,7 +109,7 @@ def train(
         raise TypeError(
             f'config must be a TrainConfig, such as wball.training.preset("mnist-standard"), got {config!r}'
         )
-    world, device = distributed.current(), torch.device(device)
+    world, device = current(), torch.device(device)
     folder = None if out is None else Path(out)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
@@ -226,7 +224,7 @@ class _Run:
         model: nn.Module,
         images: int,
         folder: Path | None,
-        world: distributed.World,
+        world: World,
         checkpoint_every: int | None,
         time_limit: float | None,
     ) -> None:
@@ -310,7 +308,7 @@ class _Run:
         if tests is not None and (self.finished or (epoch + 1) % self.config.evaluation.every == 0):
             self.average.model.eval()
             with _products(tests[0].device, "highest"):  # measure the network that is saved
-                record |= measure(self.config, self.average.model, *tests, self.world)
+                record |= measure(self.config, self.average.model, *tests)
             self._tick = time.perf_counter()  # evaluation does not count
         if self.radii is not None and self.radii.values.numel():
             record["mean_radius"] = float(self.radii.values.mean())

@@ -1,23 +1,136 @@
-"""The training losses as one module, so that data parallelism wraps the loss and the network."""
+"""What a training step minimises (the network in the precision of its training, its adversary, the
+labels of a teacher, and the loss as one module, so that data parallelism wraps it), and what is
+measured: accuracy on a test set, counted by all processes together."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wball import inputs
+from wball.attacks import Attack, StandardAttack
+from wball.attacks.base import check_attack
 from wball.ball import WassersteinBall
 from wball.certificates.trust import UnsupportedModule
-from wball.training.bounds import LinfBounds, linear_gain
-from wball.training.config import TrainConfig
-from wball.training.network import AsTrained
+from wball.model import Model, as_found, ask, check_classes, full_precision, top_class
+from wball.training.bounds import LinfBounds, linear_gain, verified
+from wball.training.config import Adversary, Optimisation, RadiusSchedule, Smooth, TrainConfig
+from wball.training.state import World, current, generator
+
+CHUNK = 1000
+
+
+class AsTrained(nn.Module):
+    """``model`` in the precision and layout of its training, with logits in float32 or better."""
+
+    def __init__(self, model: nn.Module, options: Optimisation) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.options.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.options.bf16):
+            logits: Tensor = self.model(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class Opponent:
+    """Makes adversarial training images, each in a ball of the given radius."""
+
+    def __init__(
+        self, settings: Adversary, options: Optimisation, model: nn.Module, seed: int
+    ) -> None:
+        self.seed = seed
+        # Checks of the model and progress bars would repeat at every step.
+        self.attack = replace(settings.attack, progress=False)
+        if isinstance(self.attack, StandardAttack):
+            self.attack = replace(self.attack, check=False)
+        self.victim = AsTrained(model, options)
+
+    def __call__(
+        self, x: Tensor, y: Tensor, eps: float | Tensor, step: int, world: World
+    ) -> tuple[Tensor, Tensor]:
+        """Adversarial images of this process's shard ``x, y``, and which of them succeed."""
+        draws = generator(self.seed, f"attack-{world.rank}", step, x.device)
+        result = self.attack.at(eps)(self.victim, x, y, generator=draws)
+        return result.images, result.success
+
+
+class Radii:
+    """The radii of training images: one for all, or one per image that adapts to its robustness.
+
+    Attributes:
+        values: float64, one per training image; empty unless the rule is ``"per-image"``.
+    """
+
+    def __init__(self, settings: Adversary | Smooth, count: int, device: torch.device) -> None:
+        self.settings: RadiusSchedule = settings
+        self.largest = settings.eps
+        first = min(max(settings.low, settings.start), settings.eps)
+        shape = (count if settings.radius == "per-image" else 0,)
+        self.values = torch.full(shape, first, dtype=torch.float64, device=device)
+
+    def batch(self, index: Tensor, progress: float, world: World) -> float | Tensor:
+        """The radii of this process's shard of the training images ``index``."""
+        scale = self.settings.scale(progress)
+        if self.settings.radius == "fixed":
+            return scale * self.largest
+        return scale * world.shard(self.values[index])
+
+    def follow(self, index: Tensor, broken: Tensor, world: World) -> None:
+        """Let the radii of the training images ``index`` grow, or shrink where an image is broken."""
+        if self.settings.radius == "fixed":
+            return
+        shrinks = world.gather(broken.to(self.values.dtype))
+        step = self.settings.grow * (1 - shrinks) - self.settings.shrink * shrinks
+        self.values[index] = (self.values[index] + step).clamp(self.settings.low, self.largest)
+
+
+class Teacher:
+    r"""Soft labels from a teacher model (distillation).
+
+    Hard labels make a small network overconfident and a large one memorise ambiguous images. With a
+    teacher ``T`` and its share ``s`` the loss compares logits with
+
+    .. math:: (1 - s)\, 1_y + s\, \mathrm{softmax}(T(x)),
+
+    where ``x`` is the augmented, clean image.
+    It is not a module, so that its weights are not trained or averaged.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, x: Tensor, y: Tensor) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"teacher must be a torch.nn.Module, got {model!r}")
+        options = config.optimisation
+        layout = torch.channels_last if options.channels_last else torch.preserve_format
+        own = copy.deepcopy(model).to(x.device, memory_format=layout)  # type: ignore[call-overload]
+        self.share = config.loss.teacher
+        self.model = AsTrained(own, options).eval().requires_grad_(False)
+        try:
+            check_classes("data", y, ask(self.model, x[:2]))
+        except RuntimeError as error:
+            raise ValueError(
+                f"the teacher cannot take images of shape {tuple(x.shape[1:])}: {error}"
+            ) from error
+
+    @torch.no_grad()
+    def targets(self, x: Tensor, y: Tensor) -> Tensor:
+        """Labels mixed with the teacher's probabilities, ``(B, classes)``."""
+        soft = self.model(x).softmax(1)
+        return torch.lerp(F.one_hot(y, soft.shape[1]).to(soft.dtype), soft, self.share)
 
 
 class Objective(nn.Module):
     """``(clean images, training images, labels, progress, radii, targets)`` to a loss.
 
     The training images are adversarial, noisy, or the clean ones again. Targets are probabilities
-    if a teacher has a share in them (:mod:`wball.training.teacher`), else the labels. Returns the
+    if a teacher has a share in them (:class:`Teacher`), else the labels. Returns the
     mean loss, the number of images predicted as their label, and which images survived: those that
     are robust to first order at their radius for :class:`~wball.training.Smooth`, else those that
     are predicted as their label.
@@ -104,3 +217,63 @@ def _excess(logits: Tensor, y: Tensor) -> Tensor:
     """``f_r - f_y`` for the most likely wrong class ``r``."""
     rival = logits.detach().scatter(1, y[:, None], -torch.inf).argmax(1)
     return (logits.gather(1, rival[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
+
+
+def accuracy(model: Model, x: Tensor, y: Tensor) -> float:
+    """The share of images that the model (in evaluation mode) gets right."""
+    return _counted(lambda a, b: _right(model, a, b), model, x, y)
+
+
+def robust_accuracy(model: Model, x: Tensor, y: Tensor, attack: Attack) -> float:
+    """The share of images that the model gets right and ``attack`` finds no adversarial example for."""
+    check_attack(attack)
+    return _counted(lambda a, b: ~attack(model, a, b).success & _right(model, a, b), model, x, y)
+
+
+def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
+    """The share of images proved right over the l-inf ball of radius ``eps`` (:mod:`wball.training.bounds`)."""
+    inputs.check_eps(eps)
+    return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, chunk=200)
+
+
+@torch.no_grad()
+def _right(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    with full_precision():
+        return top_class(ask(model, x)) == y
+
+
+def _counted(
+    right: Callable[[Tensor, Tensor], Tensor],
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    chunk: int = CHUNK,
+) -> float:
+    world = current()
+    inputs.check_layout("x", x)
+    if len(x) != len(y) or len(x) == 0:
+        raise ValueError(
+            f"x has {len(x)} images and y has {len(y)} labels; give one label per image, and some images"
+        )
+    mine, labels = world.strided(x), world.strided(y)
+    count = torch.zeros(2, dtype=torch.float64, device=x.device)
+    with as_found(model, x.device):
+        for a, b in zip(mine.split(chunk), labels.split(chunk), strict=True):
+            count += torch.stack([right(a, b).sum().double(), count.new_tensor(len(b))])
+    count = world.sum(count)
+    return float(count[0] / count[1].clamp(min=1))
+
+
+def measure(config: TrainConfig, model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """What :class:`~wball.training.Validation` asks for."""
+    out = {"clean_accuracy": accuracy(model, x, y)}
+    settings = config.evaluation
+    if settings.attack is not None:
+        some, labels = x[: settings.images], y[: settings.images]
+        for eps in settings.eps or (float(settings.attack.ball.eps),):
+            out[f"robust_accuracy_{eps:g}"] = robust_accuracy(
+                model, some, labels, settings.attack.at(eps)
+            )
+    if config.provable is not None:
+        out["verified_accuracy"] = verified_accuracy(model, x, y, config.provable.eps)
+    return out

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import wball
 from certificates.exact import affine_maps, box_margin, network_margin, tiny
 from wball.certificates import CertificateStatus, certificate, certify, relaxation
-from wball.certificates.bounds import Bounds
-from wball.certificates.complete import gains, search
+from wball.certificates.complete import bound, search
 from wball.certificates.complete.bound import Problems
+from wball.certificates.relaxation import Bounds
 from wball.certificates.tracing import trace
 
 
@@ -68,12 +68,12 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
     monkeypatch.setattr(search, "EARLY", math.inf)  # no small tree
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
     if few:  # gains of a few units a layer
-        monkeypatch.setattr(gains, "FIRST_LIMIT", 60)
+        monkeypatch.setattr(bound, "FIRST_LIMIT", 60)
         monkeypatch.setattr(relaxation, "LIMIT", 60)
     sizes: list[int] = []
 
     def spied(problems: Problems, room: int) -> list[Tensor]:
-        parts = gains.together(problems, room)
+        parts = bound.together(problems, room)
         sizes.extend(part.shape[0] for part in parts)
         return parts
 

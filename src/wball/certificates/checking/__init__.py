@@ -12,6 +12,7 @@ numbers give a sound bound, so it need not trust them.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +29,7 @@ from wball.certificates.checking.plans import Cube, Transport, domain
 from wball.certificates.complete import Leaf
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
+from wball.progress import bar
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
 
@@ -56,8 +58,8 @@ class VerificationStatus(Enum):
         "the checker's own bound is not above 0: it may be looser than that of the certificate"
     )
     UNFOLLOWED = (
-        "the checker does not support the ball, the model or the size of the image: the "
-        "certificate was not checked"
+        "the checker does not support the ball, the model or the size of the image, or time_limit "
+        "ended: the certificate was not checked"
     )
 
     def __str__(self) -> str:
@@ -88,7 +90,14 @@ class VerificationResult:
 
 @torch.no_grad()
 def verify(
-    model: nn.Module, x: Tensor, y: Tensor, ball: Ball, certificate: CertificateResult
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    ball: Ball,
+    certificate: CertificateResult,
+    *,
+    time_limit: float = 600.0,
+    progress: bool | None = None,
 ) -> VerificationResult:
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
@@ -102,7 +111,10 @@ def verify(
         y: labels ``(B,)``.
         ball: the threat model.
         certificate: what :func:`wball.certify` returned for them.
+        time_limit: seconds per image; images that take longer are ``UNFOLLOWED``.
+        progress: show a bar on stderr; ``None`` shows it on a terminal and in a notebook.
     """
+    inputs.check_positive("time_limit", time_limit)
     if not isinstance(certificate, CertificateResult):
         raise TypeError(
             f"certificate must be a result of wball.certify, got {type(certificate).__name__}"
@@ -125,22 +137,25 @@ def verify(
             network = Network(graph, x.device)
     except (Unfollowed, UnsupportedModule) as error:
         reason = str(error)
-    for k in claimed:
-        status[k] = VerificationStatus.UNFOLLOWED
-        if network is None:
-            continue
-        leaves = (certificate.leaves[k] if certificate.leaves else None) or ()
-        proof = _Proof(network, int(y[k]), leaves)
-        one = ball.take(torch.tensor([k], device=x.device))
-        try:
-            margin[k] = proof.margin(
-                [domain(one, x[k], certificate.plans, near) for near in LENGTHS]
-            )
-        except Unfollowed as error:
-            reason = str(error)
-            continue
-        proved = bool(margin[k] > 0)
-        status[k] = VerificationStatus.CONFIRMED if proved else VerificationStatus.UNCONFIRMED
+    title = f"verify, at most {time_limit * len(claimed):.0f} s"
+    with bar(title, len(claimed), "of the certificates", show=progress) as shown:
+        for k in claimed:
+            status[k] = VerificationStatus.UNFOLLOWED
+            shown.advance(1)
+            if network is None:
+                continue
+            network.deadline = time.monotonic() + time_limit
+            leaves = (certificate.leaves[k] if certificate.leaves else None) or ()
+            proof = _Proof(network, int(y[k]), leaves)
+            one = ball.take(torch.tensor([k], device=x.device))
+            try:
+                domains = [domain(one, x[k], certificate.plans, near) for near in LENGTHS]
+                margin[k] = proof.margin(domains)
+            except Unfollowed as error:
+                reason = str(error)
+                continue
+            proved = bool(margin[k] > 0)
+            status[k] = VerificationStatus.CONFIRMED if proved else VerificationStatus.UNCONFIRMED
     confirmed = torch.tensor([s is VerificationStatus.CONFIRMED for s in status], dtype=torch.bool)
     return VerificationResult(confirmed, margin, tuple(status), reason)
 

@@ -17,13 +17,14 @@ by contradiction: only images with a margin ``m <= 0`` matter, and there ``v >= 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from wball.certificates.checking.lines import Lines, lines, values_between
-from wball.certificates.checking.network import UNIT, Affine, Bend, Network, gamma
+from wball.certificates.checking.network import UNIT, Affine, Bend, Network, Unfollowed, gamma
 from wball.certificates.checking.plans import Cube, Transport
 
 CHUNK = 2**24
@@ -254,6 +255,8 @@ class Checker:
         self, node: int, rows: Tensor, anchored: bool = False, given: Parameters | None = None
     ) -> ImageRows:
         """Rows over a node as rows over the image, with the slopes of CROWN or those ``given``."""
+        if time.monotonic() > self.network.deadline:
+            raise Unfollowed("time_limit ended before the checker had a bound")
         const = torch.zeros(rows.shape[0], dtype=torch.float64)
         pending: dict[int, Tensor] = {node: rows}
         charges: Tensor | None = None

@@ -121,6 +121,7 @@ class Network:
     graph: Graph
     device: torch.device
     nodes: list[Affine | Bend | None] = field(default_factory=list)
+    deadline: float = math.inf  # of time.monotonic
 
     def __post_init__(self) -> None:
         for op in self.graph.ops:

@@ -10,17 +10,25 @@ down as in :mod:`wball.certificates.relaxation`.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import Anchor, UnitAnchor, charge
-from wball.certificates.bounds import ROUNDING, Bounds, anchored_line, relax_curve, upper_line
+from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, charge, chosen, gain_bytes
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Activation, Curved, Graph, back
+from wball.certificates.relaxation import (
+    ROUNDING,
+    Bounds,
+    Relaxation,
+    anchored_line,
+    relax_curve,
+    upper_line,
+)
 from wball.input_sets import InputSet
-from wball.input_sets.rows import Charges, Rows
+from wball.input_sets.rows import Charges, Rows, rounded_up
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
 """Step lengths of Adam by kind, relative; those of the box are in units of a row's largest
@@ -35,6 +43,10 @@ AGAIN = 4
 LOOK, ENOUGH = 4, 1e-3
 """Steps between two looks at which nodes are done, and the bound in float32 that is enough: what
 counts may be a little lower."""
+
+FIRST_LIMIT = 2**16
+"""Numbers per image and pixel that the gains of a first convolution may hold, which has the
+most units."""
 
 CANDIDATES, TRIED = 8, 1024
 """Units whose splits are tried before one is chosen. On a hard digit of a network trained for l-inf
@@ -238,24 +250,28 @@ def sound(problems: Problems, nodes: Nodes) -> Nodes:
 
 
 @torch.no_grad()
-def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
+def improve(
+    problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float = math.inf
+) -> Nodes:
     """Adam on every node's own bound; keeps the best parameters met and bounds them soundly.
 
     Nodes that ``steps`` steps brought more than half of the way to 0 get as many again:
     multipliers of a split take long to find their size where it changes much.
     """
-    found, rising = _climbed(problems, nodes, steps, rate)
+    found, rising = _climbed(problems, nodes, steps, rate, deadline)
     for _ in range(AGAIN):
-        if not rising.shape[0]:
+        if not rising.shape[0] or time.monotonic() > deadline:
             break
-        more, further = _climbed(problems, found.take(rising), steps, rate)
+        more, further = _climbed(problems, found.take(rising), steps, rate, deadline)
         for key, value in more.state.items():
             found.state[key][rising] = value
         rising = rising[further]
     return sound(problems, found)
 
 
-def _climbed(problems: Problems, nodes: Nodes, steps: int, rate: float) -> tuple[Nodes, Tensor]:
+def _climbed(
+    problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float
+) -> tuple[Nodes, Tensor]:
     """The nodes with better parameters, and which of them are on their way to 0.
 
     Every :data:`LOOK` steps those whose bound is above 0 are left alone.
@@ -282,7 +298,7 @@ def _climbed(problems: Problems, nodes: Nodes, steps: int, rate: float) -> tuple
                     {key: value[left] for key, value in units.items()},
                 )
                 free = {key: climber.take(left) for key, climber in free.items()}
-        if not mine.shape[0]:
+        if not mine.shape[0] or time.monotonic() > deadline:
             break
         with torch.set_grad_enabled(step < steps):
             trial = {
@@ -423,3 +439,56 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
             score = (loose * static).sqrt() + 1e-6 * static
             scores.append(torch.where(line.crossing, score, -torch.ones_like(score)).flatten(1))
     return scores, traced.value.detach(), z.detach()
+
+
+def listed(
+    anchor: Anchor, centre: Tensor, bounds: Bounds, position: int, source: InputSet
+) -> tuple[UnitAnchor, Tensor]:
+    """An anchor as a list of the gains of its unstable units: one product charges many rows.
+
+    With the units' values at the images; ``inf`` for units that are left out for lack of memory.
+    """
+    if isinstance(anchor, UnitAnchor):
+        return anchor, centre
+    assert isinstance(anchor, ConvAnchor)
+    unstable = bounds.unstable(position)
+    images = unstable.shape[0]
+    some = chosen(bounds.lower[position], bounds.upper[position], source, FIRST_LIMIT)
+    if some is not None:
+        unstable = unstable & some.view_as(unstable)
+        centre = torch.where(unstable, centre, math.inf)
+    image, unit = unstable.flatten(1).nonzero(as_tuple=True)
+    parts = []
+    for here in torch.arange(image.shape[0], device=image.device).split(128):
+        found = anchor.gains(image[here], unit[here], source.active)
+        parts.append(tuple(rounded_up(part) for part in (found.moves, found.out, found.into)))
+    gains = Charges(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    return UnitAnchor(anchor.layer, image, unit, gains, images), centre
+
+
+def open_problems(
+    relaxation: Relaxation, x: Tensor, y: Tensor, bounds: Bounds, image: Tensor, other: Tensor
+) -> Problems:
+    """The problem of each pair of an image and a class ``other`` that may beat its label."""
+    graph, source = relaxation.graph, relaxation.source
+    anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
+    every = torch.arange(y.shape[0], device=y.device)
+    problems = Problems(graph, x, y, y, source, bounds, anchors, every).take(image)
+    problems.other, problems.index = other, torch.arange(image.shape[0], device=y.device)
+    return problems
+
+
+def grouped(size: Tensor, room: float) -> list[Tensor]:
+    """Indices of consecutive items whose sizes sum up to about ``room``."""
+    _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
+    return list(torch.arange(size.shape[0], device=size.device).split(counts.tolist()))
+
+
+def together(problems: Problems, room: int) -> list[Tensor]:
+    """Problems in groups whose gains take about ``room`` bytes: tightening gives every
+    problem gains of its own.
+    """
+    if not problems.anchors:
+        return [torch.arange(len(problems), device=problems.y.device)]
+    units = [problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]
+    return grouped(gain_bytes(problems.source) * torch.stack(units).sum(0), room)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,23 @@ class Leaf:
     slopes: dict[int, Tensor]
     shares: dict[int, Tensor]
     box: Tensor | None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        held = {f"slopes.{k}": value for k, value in self.slopes.items()}
+        held |= {f"shares.{k}": value for k, value in self.shares.items()}
+        return held if self.box is None else {**held, "box.0": self.box}
+
+    @staticmethod
+    def read(plain: list[Any], tensors: dict[str, Tensor]) -> Leaf:
+        """The leaf with these tensors, and the class, splits and prices in a list."""
+        held: dict[str, dict[int, Tensor]] = {"slopes": {}, "shares": {}, "box": {}}
+        for name, value in tensors.items():
+            kind, _, number = name.partition(".")
+            held[kind][int(number)] = value
+        other, splits, prices = plain
+        slopes, shares, box = held.values()
+        return Leaf(other, tuple(map(tuple, splits)), tuple(prices), slopes, shares, box.get(0))
 
 
 @dataclass

@@ -29,13 +29,19 @@ from torch import Tensor
 from wball.attacks import StandardAttack
 from wball.ball import Ball
 from wball.certificates.anchor import ranked
-from wball.certificates.bounds import Bounds
-from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
-from wball.certificates.complete.gains import listed, open_problems, together
+from wball.certificates.complete.bound import (
+    Problems,
+    choose_splits,
+    improve,
+    listed,
+    open_problems,
+    together,
+    trace_back,
+)
 from wball.certificates.complete.nodes import Closed, Leaf, Nodes
 from wball.certificates.condition import condition
 from wball.certificates.graph import Graph
-from wball.certificates.relaxation import Relaxation
+from wball.certificates.relaxation import Bounds, Relaxation
 from wball.input_sets import InputSet, Plans
 from wball.model import Model, ask, evaluating
 
@@ -257,7 +263,9 @@ class Search:
             if part.numel() == 0:
                 continue
             some = problems.take(part)
-            some, roots = self._note(some, improve(some, some.start(), ROOT_STEPS, 0.3))
+            some, roots = self._note(
+                some, improve(some, some.start(), ROOT_STEPS, 0.3, self.deadline)
+            )
             self._spent(self.image[problems.index[part]])
             nodes = self._small_tree(some, roots)
             self._settle(left)
@@ -348,7 +356,7 @@ class Search:
                 break
             before, image = nodes.bound, self.image[problems.index]
             tighter, empty = self._tightened(problems, nodes)
-            found = improve(tighter, nodes, ROUND_STEPS, 0.3)
+            found = improve(tighter, nodes, ROUND_STEPS, 0.3, self.deadline)
             found.bound = torch.where(empty, math.inf, found.bound)
             gained = bool((found.bound - before > progress * before.abs()).any())
             problems, nodes = self._note(tighter, found)
