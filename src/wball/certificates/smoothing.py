@@ -23,7 +23,6 @@ Over many images about a share ``alpha`` may be wrong.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
@@ -141,47 +140,38 @@ class FlowSmoothing:
         model: the base model, best trained with :func:`flow_noise` of the same scale.
         scale: Laplace scale of the noise on the flow of a mass-1 image.
         batch_size: noisy images per forward pass.
-        time_limit: seconds per image for one count of votes, on average over the images. Images
-            without all of their samples by then have no votes: the classifier abstains.
     """
 
-    def __init__(
-        self, model: Model, scale: float, batch_size: int = 1000, time_limit: float = math.inf
-    ) -> None:
+    def __init__(self, model: Model, scale: float, batch_size: int = 1000) -> None:
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         self.model, self.scale = model, inputs.check_positive("scale", scale)
-        self.batch_size, self.time_limit = inputs.check_count("batch_size", batch_size), time_limit
+        self.batch_size = inputs.check_count("batch_size", batch_size)
 
     @torch.no_grad()
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """How often each class wins among noisy copies of each image, ``(B, classes)``; NaN
-        is a vote for none. Images without all of their samples in time have no votes.
+        is a vote for none.
         """
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
-        deadline = time.monotonic() + self.time_limit * x.shape[0]
         with evaluating(self.model):
-            none = torch.zeros_like(ask(self.model, x[:1]), dtype=torch.long).sum(0)
-            found = [self._votes(none, image[None], samples, generator, deadline) for image in x]
-        return torch.stack(found) if found else none[None][:0]
+            if x.shape[0] == 0:
+                return torch.zeros(
+                    (0, ask(self.model, x).shape[1]), dtype=torch.long, device=x.device
+                )
+            return torch.stack([self._votes(image[None], samples, generator) for image in x])
 
-    def _votes(
-        self,
-        none: Tensor,
-        image: Tensor,
-        samples: int,
-        generator: torch.Generator | None,
-        deadline: float,
-    ) -> Tensor:
-        total = none
+    def _votes(self, image: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+        total: Tensor | None = None
         for start in range(0, samples, self.batch_size):
-            if time.monotonic() > deadline:
-                return none
             copies = image.expand(min(self.batch_size, samples - start), -1, -1, -1)
-            winner = top_class(ask(self.model, flow_noise(copies, self.scale, generator)))
-            total = total + torch.bincount(winner[winner >= 0], minlength=len(none))
+            logits = ask(self.model, flow_noise(copies, self.scale, generator))
+            winner = top_class(logits)
+            counts = torch.bincount(winner[winner >= 0], minlength=logits.shape[1])
+            total = counts if total is None else total + counts
+        assert total is not None
         return total
 
     def predict(
