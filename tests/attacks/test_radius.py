@@ -165,7 +165,9 @@ def test_standard_breaks_what_its_members_break(version: Any, case: Case) -> Non
     every = sum(m.n_gradients for m in members)
     near = sum(m.steps for m in MEMBERS[version] if m.near)
     steps = result.n_steps[survivors & (images.flatten(1).sum(1) > 0)]
-    assert survivors.any() and ((steps == every) | (steps == every - near)).all()
+    students = range(0, 271, 30) if version == "standard" else (0,)
+    allowed = {most + more for most in (every, every - near) for more in students}
+    assert survivors.any() and set(steps.tolist()) <= allowed
     with torch.no_grad():
         loss = nn.functional.cross_entropy(net(result.images), labels, reduction="none")
     torch.testing.assert_close(result.loss, loss, atol=1e-4, rtol=1e-4)
