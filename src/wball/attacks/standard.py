@@ -75,7 +75,7 @@ from wball.attacks import control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.batch import StepCount, Task
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import Finding, ModelWarning, find_signs, merged
+from wball.attacks.findings import FEW, Finding, ModelWarning, find_signs, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
 from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
@@ -98,9 +98,8 @@ NEAR = 0.1
 """An attempt is almost an example if its margin is below this share of the clean image's."""
 STUDENT_ROUNDS, SAMPLES = 8, 4
 """Attacks on a student at most, and random points per image whose labels it learns."""
-AUDITION, FEW = 16, 0.02
-"""Images that networks for a student to start from are compared on, and the share of survivors up
-to which there are no students: they could not make the result unreliable."""
+AUDITION = 16
+"""Images that networks for a student to start from are compared on."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +320,7 @@ class StandardAttack(Attack):
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
-        if alive and task.target is None:
+        if alive > FEW * count and task.target is None:
             found.append(control.missed_in_full_ball(members[:4], view, task, survived))
         return merged(found)
 

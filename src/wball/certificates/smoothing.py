@@ -133,6 +133,12 @@ def laplace_radius(probability: float, scale: float) -> float:
     return -scale * math.log(2 * max(1 - probability, 1e-300)) / math.sqrt(2)
 
 
+def _lower(counts: Tensor, samples: int, alpha: float) -> Tensor:
+    """:func:`lower_confidence` of each count."""
+    bounds = [lower_confidence(int(k), samples, alpha) for k in counts.tolist()]
+    return torch.tensor(bounds, dtype=torch.float64, device=counts.device)
+
+
 class FlowSmoothing:
     """The smoothed classifier of a model.
 
@@ -194,15 +200,10 @@ class FlowSmoothing:
             binomtest(int(a), int(a + b), 0.5).pvalue <= alpha if a + b > 0 else False
             for a, b in top.values.tolist()
         ]
-        low = [lower_confidence(int(a), samples, alpha) for a, _ in top.values.tolist()]
-        return self._result(
-            top.indices[:, 0],
-            ~torch.tensor(sure, dtype=torch.bool, device=x.device),
-            [0.0] * len(low),
-            low,
-            alpha,
-            samples,
-        )
+        low = _lower(top.values[:, 0], samples, alpha)
+        unsure = ~torch.tensor(sure, dtype=torch.bool, device=x.device)
+        guess = top.indices[:, 0]
+        return SmoothingResult(guess, unsure, torch.zeros_like(low), low, alpha, samples)
 
     def certify(
         self,
@@ -219,21 +220,6 @@ class FlowSmoothing:
         """
         guess = self.votes(x, select, generator).argmax(1)
         counts = self.votes(x, samples, generator).gather(1, guess[:, None])[:, 0]
-        low = [lower_confidence(int(k), samples, alpha) for k in counts.tolist()]
-        radius = [laplace_radius(p, self.scale) for p in low]
-        abstained = torch.tensor([p <= 0.5 for p in low], dtype=torch.bool, device=x.device)
-        return self._result(guess, abstained, radius, low, alpha, samples)
-
-    @staticmethod
-    def _result(
-        prediction: Tensor,
-        abstained: Tensor,
-        radius: list[float],
-        low: list[float],
-        alpha: float,
-        samples: int,
-    ) -> SmoothingResult:
-        def wide(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=prediction.device)
-
-        return SmoothingResult(prediction, abstained, wide(radius), wide(low), alpha, samples)
+        low = _lower(counts, samples, alpha)
+        radius = low.new_tensor([laplace_radius(p, self.scale) for p in low.tolist()])
+        return SmoothingResult(guess, low <= 0.5, radius, low, alpha, samples)

@@ -27,8 +27,6 @@ WIDTH = 3.4
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
 MARKERS = "osD^vPX"
 FORMATS = ("pdf", "png", "svg")
-TITLE = 8
-"""Letters of two class names that fit on one line above an image."""
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -85,19 +83,10 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     )
     change = (z - x).mean(1)
     scale = float(change.abs().max()) or 1.0
-    titles = [
-        tuple(
-            evaluation.class_name(int(evaluation.images[name][int(index[i])]))
-            for name in ("label", "read_as")
-        )
-        for i in chosen.tolist()
-    ]
-    long = max(len(label) + len(read_as) for label, read_as in titles) > TITLE
-    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * (1.9 if long else 1.7)))
+    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.9))
     grid = figure.subplots(3, len(chosen), squeeze=False)
     picture: Any = None
     for k, i in enumerate(chosen.tolist()):
-        label, read_as = titles[k]
         for row, pixels in ((0, x[k]), (2, z[k])):
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
             grid[row, k].imshow(
@@ -106,16 +95,17 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         picture = grid[1, k].imshow(
             change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest"
         )
-        # Long names of classes take two lines, cut to what fits above a picture.
-        title = f"{_cut(label)}\n→ {_cut(read_as)}" if long else f"{label} → {read_as}"
-        grid[0, k].set_title(plain(title), fontsize=5 if long else 7, pad=2)
+        label, read_as = (
+            _cut(evaluation.class_name(int(evaluation.images[name][int(index[i])])))
+            for name in ("label", "read_as")
+        )
+        grid[0, k].set_title(plain(f"{label}\n→ {read_as}"), fontsize=5, pad=2)
         distance = float(evaluation.images["distance"][int(index[i])])
         grid[2, k].set_xlabel(f"{distance:.3f}", fontsize=7, labelpad=2)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
         axis.grid(False)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        axis.spines[:].set_visible(False)
     figure.colorbar(picture, ax=grid[1, :], shrink=0.9, aspect=8, pad=0.02).ax.tick_params(
         labelsize=6
     )
@@ -167,8 +157,8 @@ def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
         return figure, figure.subplots()
 
 
-def _cut(name: str, length: int = 12) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+def _cut(name: str) -> str:
+    return name if len(name) <= 12 else f"{name[:11]}…"
 
 
 def plain(text: str) -> str:

@@ -81,64 +81,26 @@ class Binarized(nn.Module):
         return self.model(self.binarize(x))
 
 
+def strided(
+    channels: int, convolutions: Sequence[tuple[int, int, int]], cells: int, hidden: int
+) -> nn.Sequential:
+    """Strided convolutions of ``(filters, kernel, stride)``, then two linear layers.
+
+    The last convolution returns ``cells x cells`` values per filter. Moving mass over short
+    distances changes the features of large filters little, and few layers need relaxing, which
+    suits certificates.
+    """
+    layers = list[nn.Module]()
+    for filters, kernel, stride in convolutions:
+        layers += [nn.Conv2d(channels, filters, kernel, stride, (kernel - stride) // 2), nn.ReLU()]
+        channels = filters
+    layers += [nn.Flatten(), nn.Linear(channels * cells * cells, hidden), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, 10))
+
+
 def mnist_cnn() -> nn.Sequential:
     """The paper's MNIST network: two strided convolutions and two linear layers."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 4, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 4, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 100),
-        nn.ReLU(),
-        nn.Linear(100, 10),
-    )
-
-
-def cifar10_cnn() -> nn.Sequential:
-    """A CIFAR-10 network for certificates, with large filters and strides.
-
-    Moving mass over short distances changes its features little, and few layers need relaxing.
-    """
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 8, stride=4, padding=2),
-        nn.ReLU(),
-        nn.Conv2d(64, 96, 4, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(96 * 4 * 4, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
-
-
-def cifar10_cnn_deep() -> nn.Sequential:
-    """A third convolution and finer strides: more accurate than :func:`cifar10_cnn`, harder to certify."""
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 6, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Conv2d(64, 128, 4, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(128, 192, 4, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(192 * 4 * 4, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-    )
-
-
-def shallow(channels: int, side: int, filters: int, hidden: int, kernel: int) -> nn.Sequential:
-    """One convolution with large filters and stride 4, and one hidden layer, for certificates."""
-    cells = side // 4
-    return nn.Sequential(
-        nn.Conv2d(channels, filters, kernel, stride=4, padding=(kernel - 4) // 2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(filters * cells * cells, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 10),
-    )
+    return strided(1, ((16, 4, 2), (32, 4, 2)), 7, 100)
 
 
 class BasicBlock(nn.Module):
@@ -219,7 +181,7 @@ class SmallResNet(nn.Module):
     Four blocks with 16, 16, 32 and 64 filters, then linear layers of 1,000 and 10 units.
     """
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
         self.blocks = nn.Sequential(
@@ -229,7 +191,7 @@ class SmallResNet(nn.Module):
             PlainBlock(32, 64, halve=True),
         )
         self.hidden = nn.Linear(64 * 8 * 8, 1000)
-        self.linear = nn.Linear(1000, classes)
+        self.linear = nn.Linear(1000, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.blocks(F.relu(self.stem(x)))
@@ -264,7 +226,7 @@ _ARCHITECTURES = {
         ),
         Architecture(
             "mnist-shallow",
-            lambda: shallow(1, 28, filters=32, hidden=100, kernel=10),
+            lambda: strided(1, ((32, 10, 4),), 7, 100),
             (1, 28, 28),
             "one convolution with 10 x 10 filters and two linear layers, for certificates",
         ),
@@ -282,13 +244,19 @@ _ARCHITECTURES = {
         ),
         Architecture(
             "cifar10-cnn",
-            lambda: Normalized(cifar10_cnn(), CIFAR10_MEAN, CIFAR10_STD),
+            lambda: Normalized(
+                strided(3, ((64, 8, 4), (96, 4, 2)), 4, 128), CIFAR10_MEAN, CIFAR10_STD
+            ),
             (3, 32, 32),
             "two strided convolutions with large filters and two linear layers, for certificates, normalisation inside",
         ),
         Architecture(
             "cifar10-cnn-deep",
-            lambda: Normalized(cifar10_cnn_deep(), CIFAR10_MEAN, CIFAR10_STD),
+            lambda: Normalized(
+                strided(3, ((64, 6, 2), (128, 4, 2), (192, 4, 2)), 4, 256),
+                CIFAR10_MEAN,
+                CIFAR10_STD,
+            ),
             (3, 32, 32),
             "three strided convolutions and two linear layers, for certificates at small radii, normalisation inside",
         ),
