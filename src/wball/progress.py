@@ -32,10 +32,11 @@ class Bar:
 
     def stage(self, units: float, said: str) -> None:
         """The next ``units`` of work begin; ``said`` is shown in front of the bar."""
-        from rich.markup import escape
-
         self._stage = units
-        self._update(description=escape(said))
+        if self._display is not None:
+            from rich.markup import escape
+
+            self._update(description=escape(said))
 
     def within(self, fraction: float) -> None:
         """This fraction of the current stage is done."""

@@ -65,6 +65,7 @@ class DecisionSearch(BlackBoxSearch):
     (:class:`BlackBoxSearch`)."""
 
     directions: int = 40
+    least_directions = 2
 
     @property
     def at_start(self) -> int:

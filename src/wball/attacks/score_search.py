@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,10 +72,11 @@ class BlackBoxSearch(GradientAttack):
     queries: int = 5000
     directions: int = 20
     step_size: float = 3.0
+    least_directions: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inputs.check_count("directions", self.directions, 2)
+        inputs.check_count("directions", self.directions, self.least_directions)
         inputs.check_count("queries", self.queries, self.at_start + self.per_step)
         inputs.check_positive("step_size", self.step_size)
 

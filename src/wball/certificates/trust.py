@@ -147,10 +147,11 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return max(unit, 2.0**-11) if device.type == "cuda" and dtype is torch.float32 else unit
 
 
-def _drawn() -> bytes:
+def _drawn() -> tuple[Any, ...]:
     """The state of the random number generators that everybody shares."""
-    state = torch.get_rng_state().numpy(), np.random.get_state()  # noqa: NPY002 - only read
-    return pickle.dumps((*state, random.getstate()))
+    # Every draw changes the position or the first of NumPy's keys, which its text has.
+    numbers = str(np.random.get_state(legacy=False))  # noqa: NPY002 - only read
+    return _bytes(torch.get_rng_state()), numbers, random.getstate()
 
 
 @contextmanager
