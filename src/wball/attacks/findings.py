@@ -41,7 +41,7 @@ from wball.model import Model, answers_differ, as_found, ask, check_classes, in_
 
 LIMIT = 64
 """Images that :func:`find_signs` evaluates."""
-FEW = 0.02
+FEW_SURVIVORS = 0.02
 """Share of the images up to which survivors say little about an attack: they are all that it could
 have missed."""
 

@@ -75,7 +75,7 @@ from wball.attacks import control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.batch import StepCount, Task
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import FEW, Finding, ModelWarning, find_signs, merged
+from wball.attacks.findings import FEW_SURVIVORS, Finding, ModelWarning, find_signs, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
 from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
@@ -320,7 +320,7 @@ class StandardAttack(Attack):
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
-        if alive > FEW * count and task.target is None:
+        if alive > FEW_SURVIVORS * count and task.target is None:
             found.append(control.missed_in_full_ball(members[:4], view, task, survived))
         return merged(found)
 
@@ -378,7 +378,7 @@ class _Ensemble:
     def attack_students(self, number: int, classes: int, generator: torch.Generator) -> None:
         """Attack networks that learn the model's labels, until nothing new is broken."""
         x, left, draws = self._task.x, self.survivors(), generator
-        if left.numel() <= FEW * len(x):
+        if left.numel() <= FEW_SURVIVORS * len(x):
             return
         networks = control.untaught(x, classes, draws)
         first = left[:AUDITION]

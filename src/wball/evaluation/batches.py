@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.batch import Task
-from wball.attacks.findings import FEW, Finding, merged
+from wball.attacks.findings import FEW_SURVIVORS, Finding, merged
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
@@ -213,7 +213,7 @@ class Batches:
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         batch.state["n_steps"][left] += found.n_steps.cpu()
-        few = int((~found.success).sum()) <= FEW * len(batch.x)
+        few = int((~found.success).sum()) <= FEW_SURVIVORS * len(batch.x)
         batch.notes["findings"] += [
             [f.code, f.images, f.of]
             for f in found.findings

@@ -193,8 +193,8 @@ class FlatMoves(NamedTuple):
     reach: tuple[int, int]  # rows and columns that a move goes at most
 
     def memory(self, lines: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-        """Zeros for so many flat images with their margins, of any crop of images of this shape,
-        and for a line per ring."""
+        """Zeros for ``lines`` flat images and one per ring: each has room for any crop of an image
+        of this shape and for its margins."""
         _, channels, height, width = shape
         stride = width + 2 * self.reach[1]
         length = channels * (height + 2 * self.reach[0]) * stride
