@@ -17,7 +17,8 @@ from wball import progress
 
 def test_attacks_report_to_the_bar_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(progress, "around", lambda: SimpleNamespace(within=seen.append))
+    around = SimpleNamespace(get=lambda: SimpleNamespace(within=seen.append))
+    monkeypatch.setattr(progress, "AROUND", around)
     x = torch.rand(4, 1, 5, 5)
     model = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
     attack = wball.DualAveraging(wball.WassersteinBall(1e-6), steps=3, batch_size=2, progress=False)
@@ -72,11 +73,11 @@ def test_a_bar_counts_stages_and_parts() -> None:
 
 def test_a_bar_that_is_not_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.bar("work", 3, show=False) as bar:
-        assert progress.around() is None
+        assert progress.AROUND.get() is None
         bar.stage(1, "a")
         bar.advance(1)
     with progress.bar("work", 3, parts=True) as bar:
-        assert progress.around() is bar
-    assert progress.around() is None
+        assert progress.AROUND.get() is bar
+    assert progress.AROUND.get() is None
     out, err = capsys.readouterr()
     assert out == "" and "work" in err

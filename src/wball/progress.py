@@ -1,6 +1,6 @@
 """The progress bar on stderr that attacks, evaluations, training and downloads share.
 
-Work may be nested: an evaluation opens a bar, and its attacks find it with :func:`around` and report
+Work may be nested: an evaluation opens a bar, and its attacks find it with :data:`AROUND` and report
 their progress within the current stage, instead of opening their own bars.
 """
 
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_AROUND: ContextVar[Bar | None] = ContextVar("wball_progress", default=None)
+AROUND: ContextVar[Bar | None] = ContextVar("wball_progress", default=None)
+"""The bar that attacks are to report to, if there is one."""
 
 
 class Bar:
@@ -71,7 +72,7 @@ def bar(
     that has a bar. With ``parts``, attacks report to it.
     """
     if show is None:
-        show = around() is None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        show = AROUND.get() is None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
     if not show:
         yield Bar()
         return
@@ -97,11 +98,11 @@ def bar(
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=console.is_terminal) as display:
         made = Bar(display, display.add_task(escape(title), total=total))
-        token = _AROUND.set(made if parts else None)
+        token = AROUND.set(made if parts else None)
         try:
             yield made
         finally:
-            _AROUND.reset(token)
+            AROUND.reset(token)
 
 
 def notice(said: str) -> None:
@@ -109,8 +110,3 @@ def notice(said: str) -> None:
     wanted = os.environ.get("WBALL_PROGRESS")
     if sys.stderr is not None and (wanted == "1" or (wanted is None and sys.stderr.isatty())):
         print(f"wball: {said}", file=sys.stderr, flush=True)
-
-
-def around() -> Bar | None:
-    """The bar that attacks are to report to, if there is one."""
-    return _AROUND.get()

@@ -34,7 +34,7 @@ from wball.attacks.batch import AttackBatch, State, StepCount, Task
 from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.recording import RECORDERS, WORTH, recorded
 from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
-from wball.ball.base import Ball, check_ball
+from wball.ball import Ball, check_ball
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
 from wball.model import Model, as_found
@@ -206,7 +206,7 @@ class Attack(ABC):
                 shown.stage(images, name)
                 yield StepCount(shown, images, steps)
         else:
-            outer = progress.around()
+            outer = progress.AROUND.get()
             yield None if outer is None else StepCount(outer, images, steps)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import GradientAttack, normal
 from wball.attacks.batch import AttackBatch, State
-from wball.ball.base import Oracle
+from wball.ball import Oracle
 from wball.inputs import per_image
 from wball.plan import FactoredPlan
 

@@ -8,7 +8,7 @@ Three conditions are computed in float64 by :meth:`wball.ball.Ball.violations`:
 - *distance*: the exact distance, in the unit of ``eps``, is at most ``eps * (1 + 1e-4)``, plus
   rounding.
 
-Wasserstein balls use :mod:`wball.auditing.transport`, which imports no solver and no kernel. A plan
+Wasserstein balls use :mod:`wball.auditing.violations`, which imports no solver and no kernel. A plan
 bounds the distance without solving for it (:mod:`wball.auditing.proof`), and attacks usually return
 one. Transport problems are then solved for images without such a proof, and for all or a sample of
 the others.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL, Violations, check_point
-from wball.ball.base import Ball, check_ball
+from wball.ball import Ball, check_ball
 from wball.display import Summarised
 from wball.plan import StoredPlan
 

@@ -1,8 +1,459 @@
-"""Threat models: the sets an attacker may choose from, and a certificate must hold for."""
+"""Threat models: the sets of images that an attacker may choose from, and a certificate must hold for.
 
-from wball.ball.base import Ball
-from wball.ball.linf import LinfBall
-from wball.ball.wasserstein import WassersteinBall
-from wball.input_sets import Plans
+Attacks, training, certificates and the audit only call the methods of :class:`Ball`, so a new threat
+model is a subclass that answers them; ``docs/extending.md`` has an example.
+"""
 
-__all__ = ["Ball", "LinfBall", "Plans", "WassersteinBall"]
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.auditing.violations import (
+    DISTANCE_TOL,
+    Violations,
+    box_violation,
+    check_point,
+    half_ulp,
+    transport_violations,
+)
+from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
+from wball.display import Summarised
+from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
+from wball.inputs import per_image, result_dtype
+from wball.kernels import dispatch
+from wball.plan import StoredPlan
+from wball.result import Duals, ProjectionResult, Status, SupportResult
+from wball.solvers.distance import distance
+from wball.solvers.oracle import ROUNDINGS, OraclePoint, TransportOracle
+from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, masses
+from wball.solvers.projection import project
+from wball.solvers.support import support
+
+__all__ = ["Ball", "LinfBall", "Oracle", "Plans", "WassersteinBall", "check_ball"]
+
+Self = TypeVar("Self", bound="Ball")
+
+
+class Ball(Summarised, ABC):
+    """A set of images around each centre ``x``. Subclasses are frozen dataclasses with the fields
+    ``eps`` and ``box``.
+
+    Abstract methods say what the ball is. The others have defaults that suit any ball.
+
+    Attributes:
+        eps: radius, one number or one per image.
+        box: range of the pixels, or ``None``.
+        unit: unit of ``eps``, for tables and plots.
+        has_plans: whether points of the ball come from transport plans; then :meth:`problem`
+            returns the problem.
+    """
+
+    eps: float | Tensor
+    box: tuple[float, float] | None
+    has_plans: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def unit(self) -> str: ...
+
+    @abstractmethod
+    def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
+        """The point of the ball that maximises ``<g, z>``, with bounds of the maximum."""
+
+    @abstractmethod
+    def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
+        """The point of the ball nearest to ``w``."""
+
+    @abstractmethod
+    def distance(self, x: Tensor, z: Tensor) -> Tensor:
+        """Distance from ``x`` to ``z`` in the unit of ``eps``, per image."""
+
+    @abstractmethod
+    def violations(
+        self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+    ) -> Violations:
+        """How far ``z`` is outside the ball: what :func:`wball.audit` checks."""
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> InputSet:
+        """The ball for certificates: maxima of linear functions over it, sound in floating
+        point."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no input_set(x, plans), which certificates need"
+        )
+
+    def problem(self, x: Tensor) -> TransportProblem | None:
+        """The transport problem that defines the ball around ``x``; ``None`` for balls without
+        plans."""
+        return None
+
+    def oracle(self, x: Tensor, **options: Any) -> Oracle:
+        """Maps the potentials of an attack to points of the ball; by projection unless a ball knows
+        better."""
+        return ProjectionOracle(self, x)
+
+    def step_size(self, steps: int) -> float | Tensor:
+        """Default step of projected gradient ascent, in pixel values."""
+        return 0.1
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A random point of the ball for each image."""
+        inputs.check_generator(generator)
+        device = generator.device if generator is not None else x.device
+        noise = torch.randn(x.shape, generator=generator, device=device).to(x)
+        return self.project(x, x + noise).point
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
+        """Whether ``z`` is in the ball, per image, with distances up to ``eps * (1 + tol)``: the
+        audit's answer."""
+        if isinstance(tol, bool) or not isinstance(tol, (int, float)):
+            raise TypeError(f"tol must be a number, got {type(tol).__name__}")
+        if not tol >= 0:
+            raise ValueError(f"tol must be >= 0, got {tol!r}")
+        return self.violations(x, z).within(self.eps, tol)
+
+    def at(self: Self, eps: float | Tensor) -> Self:
+        """The same ball with another radius."""
+        return dataclasses.replace(self, eps=eps)  # type: ignore[type-var]
+
+    def take(self: Self, index: Tensor) -> Self:
+        """The ball of a subset of the images (``index``: positions or a mask)."""
+        eps = self.eps
+        return self.at(eps[index.to(eps.device)] if isinstance(eps, Tensor) else eps)
+
+    def describe(self) -> dict[str, Any]:
+        """The threat model without its radius, as plain data."""
+        box = None if self.box is None else list(self.box)
+        return {"kind": type(self).__name__, "box": box, "unit": self.unit}
+
+    def kernel(self, x: Tensor) -> str:
+        """Name of the implementation that serves such images."""
+        return "torch"
+
+    def headline(self) -> dict[str, str]:
+        eps = self.eps
+        radius = f"one for each of {len(eps)} images" if isinstance(eps, Tensor) else f"{eps:g}"
+        settings = {name: str(value) for name, value in self.describe().items() if name != "kind"}
+        return {"eps": radius, **settings}
+
+
+class Oracle(Protocol):
+    """Maps potentials to points of the ball, for one batch of images. ``cost / unit`` is in the
+    unit of ``eps``."""
+
+    @property
+    def unit(self) -> Tensor: ...
+
+    def __call__(self, b: Tensor) -> OraclePoint: ...
+
+    def take(self, index: Tensor) -> Oracle: ...
+
+
+class ProjectionOracle:
+    """``proj(x + scale * b)``: potentials are steps in pixel values.
+
+    ``scale`` is the largest change of a pixel that the ball allows along a fixed direction of
+    alternating signs, so that potentials of a few units reach the border of the ball.
+    """
+
+    def __init__(self, ball: Ball, x: Tensor) -> None:
+        self.ball, self.x = ball, x
+        self.unit = torch.ones(x.shape[0], dtype=torch.float64, device=x.device)
+        signs = torch.where(torch.arange(x[0:1].numel(), device=x.device) % 2 == 0, 1.0, -1.0).to(x)
+        corner = ball.support(x, signs.view(x[0:1].shape).expand_as(x).contiguous()).point
+        self._scale = (corner - x).flatten(1).abs().amax(1) if x.shape[0] else x.new_zeros(0)
+
+    def __call__(self, b: Tensor) -> OraclePoint:
+        result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
+        distance = self.ball.distance(self.x, result.point).to(torch.float64)
+        return OraclePoint(result.point, distance, torch.ones_like(distance), result.kernel)
+
+    def take(self, index: Tensor) -> ProjectionOracle:
+        part = object.__new__(ProjectionOracle)
+        part.ball, part.x = self.ball.take(index), self.x[index]
+        part.unit, part._scale = self.unit[index], self._scale[index]
+        return part
+
+
+def check_ball(ball: object) -> None:
+    """Raise unless ``ball`` is a threat model."""
+    if not isinstance(ball, Ball):
+        raise TypeError(
+            "ball must be a threat model such as WassersteinBall(0.1) or LinfBall(0.1), got "
+            f"{ball!r}; a threat model of your own must subclass wball.ball.Ball"
+        )
+
+
+@dataclass(frozen=True)
+class WassersteinBall(Ball):
+    r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels
+    kept in ``box``.
+
+    .. math::
+        B(x, \epsilon) = \{ P^T 1 : P \ge 0,\; P 1 = x,\; \langle P, C \rangle \le \epsilon\, m,\;
+        lo \le P^T 1 \le hi \}
+
+    where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the
+    paper's unit: 0.1 moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves
+    only inside a channel; the budget is shared by all channels. ``eps`` is one number or one per
+    image.
+
+    >>> ball = WassersteinBall(0.1)
+    >>> x = torch.zeros(1, 1, 3, 3); x[..., 1, 1] = 1.0
+    >>> bool(ball.contains(x, ball.project(x, torch.rand_like(x)).point))
+    True
+    """
+
+    eps: float | Tensor
+    cost: GroundCost = field(default_factory=GridCost)
+    mass: Literal["relative", "absolute"] = "relative"
+    box: tuple[float, float] | None = (0.0, 1.0)
+    has_plans: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", inputs.check_eps(self.eps))
+        object.__setattr__(self, "box", inputs.check_box(self.box))
+        if self.mass not in ("relative", "absolute"):
+            raise ValueError(
+                f'mass must be "relative" (eps x image mass) or "absolute", got {self.mass!r}'
+            )
+        if not isinstance(self.cost, (GridCost, StencilCost, DenseCost)):
+            raise TypeError(
+                f"cost must be a GridCost, StencilCost or DenseCost, got {type(self.cost).__name__}"
+            )
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``eps``, for tables and plots."""
+        return "mass fraction x px" if self.mass == "relative" else "mass x px"
+
+    def budget(self, x: Tensor) -> Tensor:
+        """How much cost an attacker may spend on each image, in float64.
+
+        Nothing on images so dark (denormal numbers) that their dtype cannot split their mass.
+        """
+        return self._budget(x, masses(x))
+
+    def _budget(self, x: Tensor, mass: Tensor) -> Tensor:
+        inputs.check_eps_count(self.eps, x.shape[0])
+        eps = self.eps.to(x.device) if isinstance(self.eps, Tensor) else self.eps
+        numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        least = DIVISIBLE * math.prod(x.shape[1:]) * numbers.eps * numbers.smallest_normal
+        if self.mass == "relative":
+            return eps * torch.threshold(mass, math.nextafter(least, 0.0), 0.0)
+        return eps * (mass >= least).to(torch.float64)
+
+    def problem(self, x: Tensor) -> TransportProblem:
+        """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked
+        here."""
+        x = x.detach()
+        mass, relative = masses(x), self.mass == "relative"
+        least = self.eps if relative and isinstance(self.eps, float) else 0.0
+        return TransportProblem(
+            x, self.cost, self._budget(x, mass), self.box, mass, relative, least
+        )
+
+    def support(
+        self,
+        x: Tensor,
+        g: Tensor,
+        reg: float = math.inf,
+        *,
+        tol: float = 1e-6,
+        max_iter: int = 500,
+        time_limit: float = TIME_LIMIT,
+    ) -> SupportResult:
+        """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
+        problem = self.problem(inputs.check_images("x", x, self.box, g=g))
+        return support(problem, g, Effort(reg, tol, max_iter, time_limit))
+
+    def project(
+        self,
+        x: Tensor,
+        w: Tensor,
+        reg: float = math.inf,
+        *,
+        tol: float = 1e-5,
+        max_iter: int = 500,
+        init: Duals | None = None,
+        mode: Literal["exact", "paper"] = "exact",
+        time_limit: float = TIME_LIMIT,
+    ) -> ProjectionResult:
+        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
+        problem = self.problem(inputs.check_images("x", x, self.box, w=w, **duals))
+        return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
+
+    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
+        """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
+        :mod:`wball.solvers.distance`."""
+        x = inputs.check_images("x", x, self.box).detach()
+        return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
+
+    def violations(
+        self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+    ) -> Violations:
+        """Mass, box and distance of ``z``; see :mod:`wball.auditing.violations`.
+
+        With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf
+        where it proves none.
+        """
+        x = inputs.check_images("x", x, self.box)
+        check_point(z, x)
+        inputs.check_eps_count(self.eps, x.shape[0])
+        relative = self.mass == "relative"
+        return transport_violations(
+            self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The threat model without its radius, as plain data."""
+        return {**super().describe(), **self.cost.describe(), "mass": self.mass}
+
+    def kernel(self, x: Tensor) -> str:
+        """Which implementation serves such images."""
+        height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
+        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
+
+    def oracle(self, x: Tensor, **options: Any) -> TransportOracle:
+        """Maps the potentials of an attack to points of the ball; options of
+        :class:`~wball.solvers.oracle.TransportOracle`."""
+        return TransportOracle(self.problem(x), **options)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A random point of the ball for each image: mass follows a random potential, at a random
+        part of the budget.
+
+        Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the
+        images is made.
+        """
+        x = inputs.check_images("x", x, self.box).detach()
+        inputs.check_generator(generator)
+        device = generator.device if generator is not None else x.device
+        potential = torch.normal(
+            0.0, 3.0, x.shape, generator=generator, dtype=torch.float64, device=device
+        )
+        part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(
+            x.device
+        )
+        # One more rounding is allowed for: callers mix samples with other points.
+        oracle = self.oracle(x, roundings=ROUNDINGS + 1)
+        oracle.budget = part * oracle.budget
+        return oracle(potential.to(x.device)).z
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
+        """The ball as certificates see it: for ``full`` plans, or for those inside its window."""
+        return TransportSet(x, self.cost, self.budget(x), self.box, plans)
+
+
+@dataclass(frozen=True)
+class LinfBall(Ball):
+    """``{z : |z - x| <= eps in every pixel, lo <= z <= hi}``: the usual threat model, for
+    comparison.
+
+    >>> ball = LinfBall(0.1)
+    >>> x = torch.full((1, 1, 2, 2), 0.5)
+    >>> round(float(ball.support(x, torch.ones_like(x)).value), 6)
+    2.4
+    """
+
+    eps: float | Tensor
+    box: tuple[float, float] | None = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", inputs.check_eps(self.eps))
+        object.__setattr__(self, "box", inputs.check_box(self.box))
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``eps``, for tables and plots."""
+        return "pixel value"
+
+    def step_size(self, steps: int) -> float | Tensor:
+        return 2.5 * self.eps / steps
+
+    def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The lowest and highest value of each pixel. Half precision would round them out of the
+        ball: float32 then."""
+        x = inputs.check_images("x", x, self.box).detach()
+        inputs.check_eps_count(self.eps, x.shape[0])
+        x = x.to(result_dtype(x))
+        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(
+            -1, *[1] * (x.ndim - 1)
+        )
+        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
+
+    def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
+        """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg``
+        plays no role."""
+        low, high = self.bounds(x)
+        g = inputs.check_like("g", g, x).detach()
+        point = torch.where(
+            g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
+        )
+        value = (g.to(torch.float64) * point.to(torch.float64)).flatten(1).sum(1)
+        n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
+
+    def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
+        """The nearest point: clip every pixel to its interval. ``reg`` plays no role."""
+        low, high = self.bounds(x)
+        w = inputs.check_like("w", w, x).detach()
+        point = torch.minimum(torch.maximum(w, low), high).to(low)
+        objective = 0.5 * (w.to(torch.float64) - point.to(torch.float64)).flatten(1).square().sum(1)
+        zero = torch.zeros_like(objective)
+        n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return ProjectionResult(
+            point, objective, zero, zero.clone(), (Status.EXACT,) * x.shape[0], n_iter
+        )
+
+    def distance(self, x: Tensor, z: Tensor) -> Tensor:
+        """The largest change of a pixel, per image."""
+        x = inputs.check_images("x", x, self.box)
+        inputs.check_like("z", z, x)
+        return (
+            (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
+        )
+
+    def violations(
+        self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+    ) -> Violations:
+        """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
+        plays no role."""
+        x = inputs.check_images("x", x, self.box)
+        check_point(z, x)
+        inputs.check_eps_count(self.eps, x.shape[0])
+        change = (
+            (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64))
+            .flatten(1)
+            .abs()
+            .amax(1)
+        )
+        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        return Violations(
+            mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
+            box_violation=box_violation(z, (lo, hi)).to(x.device),
+            distance=change.nan_to_num(math.inf, math.inf),
+            rounding=torch.full_like(change, half_ulp(z)),
+            exact=torch.ones_like(change, dtype=torch.bool),
+        )
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A uniformly random point of the ball for each image."""
+        inputs.check_generator(generator)
+        low, high = self.bounds(x)
+        device = generator.device if generator is not None else x.device
+        u = torch.rand(x.shape, dtype=torch.float32, device=device, generator=generator).to(low)
+        return torch.minimum(low + u * (high - low), high)
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> IntervalSet:
+        """The ball as certificates see it; there are no ``plans`` here."""
+        return IntervalSet(*self.bounds(x.to(torch.float64)))

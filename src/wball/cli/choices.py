@@ -305,6 +305,6 @@ def prints_aside(aside: bool) -> Iterator[None]:
 
 def main_process() -> bool:
     """Whether this process writes for all of those that ``torchrun`` started."""
-    from wball.processes import rank_and_size
+    from wball.storage.files import rank_and_size
 
     return rank_and_size()[0] == 0

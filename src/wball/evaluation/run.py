@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import out_of_memory
-from wball.ball.base import Ball, check_ball
+from wball.ball import Ball, check_ball
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
@@ -39,12 +39,13 @@ from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.result import EXAMPLES, EXHIBIT, RESULTS, Evaluation, load_evaluation
 from wball.evaluation.stream import Stream, open_stream
 from wball.model import Model, as_found, ask, check_classes
-from wball.processes import grouped, rank_and_size
 from wball.storage.files import (
     Log,
     clear_parts,
+    grouped,
     json_checksum,
     locked,
+    rank_and_size,
     read_json,
     read_sealed,
     write_sealed,

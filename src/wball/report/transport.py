@@ -2,7 +2,8 @@ r"""Where the mass went: the moves of a cheapest transport plan between two imag
 
 .. math:: \min_P \langle P, C \rangle, \qquad P 1 = x,\; P^T 1 = z
 
-over plans that use only the moves of the ball, by the audit's solver (:mod:`wball.auditing.transport`).
+over plans that use only the moves of the ball, by the audit's solver
+(:mod:`wball.auditing.violations`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from wball.auditing.transport import cheapest_plan
+from wball.auditing.violations import cheapest_plan
 from wball.cost import read_cost
 
 SHOWN = 60

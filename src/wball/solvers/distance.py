@@ -7,7 +7,7 @@ over plans that use only the moves of the cost (infinite if there is none), summ
 The result is divided by the image's mass if the ball measures radii in that unit.
 
 The problem is solved exactly by the audit's network simplex (:mod:`wball.auditing.flows`), on the
-moves between pixels with mass. :mod:`wball.auditing.transport` says how rounding is treated.
+moves between pixels with mass. :mod:`wball.auditing.violations` says how rounding is treated.
 
 *Full plans* (``plans="full"``) solve the same problem without the window. If the cost is a metric
 (p <= 1), mass common to ``x`` and ``z`` can stay, because ``i -> k`` costs no more than
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.auditing.flows import Array, ListedMoves, Matching, match, match_at, no_flow
-from wball.auditing.transport import all_moves, over, to_planes, transport_cost
+from wball.auditing.violations import all_moves, over, to_planes, transport_cost
 from wball.cost import GridCost, GroundCost
 
 FIRST_REACH = 3.7

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch import distributed as dist
 
 from wball.provenance import fingerprint
 
@@ -37,6 +38,19 @@ _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 class DamagedFile(ValueError):
     """The content of a file is not what was written. The message names the file."""
+
+
+def grouped() -> bool:
+    """Whether this process has joined a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Rank and number of the processes that share the work: of the process group or, before there is
+    one, of ``torchrun``."""
+    if grouped():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def write_whole(path: Path, content: bytes) -> None:

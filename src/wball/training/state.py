@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from wball.processes import grouped, rank_and_size
-from wball.storage.files import DamagedFile, read_tensors, write_whole
+from wball.storage.files import DamagedFile, grouped, rank_and_size, read_tensors, write_whole
 
 
 def generator(
