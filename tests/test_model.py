@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wball
 from wball import DualAveraging, WassersteinBall
-from wball.attacks.findings import find_signs
+from wball.attacks.views import find_signs
 from wball.model import evaluating, full_precision, in_training
 
 

@@ -27,8 +27,8 @@ from wball import (
     audit,
 )
 from wball.attacks import Attack, AttackStatus
-from wball.attacks.objectives import RunnerUp
-from wball.attacks.result import updated
+from wball.attacks.attack import updated
+from wball.attacks.base import RunnerUp
 from wball.attacks.standard import _is_better
 from wball.ball import WassersteinBall
 from wball.kernels import dispatch
@@ -463,6 +463,6 @@ def test_dropping_images_late_changes_nothing(case: Case, monkeypatch: pytest.Mo
     """On a GPU finished images stay in the batch for some steps; their result must not move."""
     attacks = (ATTACKS["dual averaging"], ATTACKS["linf pgd"])
     expected = [attack(*case) for attack in attacks]
-    monkeypatch.setitem(wball.attacks.batch.DROP_EVERY, "cpu", 3)
+    monkeypatch.setitem(wball.attacks.base.DROP_EVERY, "cpu", 3)
     for attack, before in zip(attacks, expected, strict=True):
         assert_same(attack(*case), before, tol=1e-4)

@@ -19,9 +19,9 @@ from wball import (
     load_model,
     load_sample,
 )
-from wball.attacks import control, objectives, standard
-from wball.attacks.batch import Task
-from wball.attacks.result import AttackStatus
+from wball.attacks import control, standard
+from wball.attacks.attack import AttackStatus, Task
+from wball.attacks.base import margin
 from wball.attacks.stand_ins import DRAWS
 from wball.attacks.standard import _Member
 from wball.attacks.views import View
@@ -84,7 +84,7 @@ def test_more_is_tried_on_images_that_are_almost_broken_only(
         (_Member("margin", 3.0, 5, decay=0.0), _Member("margin", steps=7, near=True)),
     )
     with torch.no_grad():
-        clean = objectives.margin(case.net(case.images), case.labels)
+        clean = margin(case.net(case.images), case.labels)
     seen = 0
     for eps in (0.01, 0.02, 0.04, 0.06, 0.1):
         ball = WassersteinBall(eps)

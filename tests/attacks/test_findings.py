@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from wball import StandardAttack, WassersteinBall
-from wball.attacks.findings import CODES, Finding, ModelWarning, find_signs, merged, reliable
+from wball.attacks.findings import CODES, Finding, ModelWarning, merged, reliable
+from wball.attacks.views import find_signs
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from wball.attacks import objectives
+from wball.attacks import base as objectives
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ T = torch.tensor([1, 2, 3, 4, 0, 2])
 def test_cross_entropy_is_an_increasing_function_of_the_usual_one(logits: torch.Tensor) -> None:
     usual = F.cross_entropy(logits, Y, reduction="none")
     score = objectives.cross_entropy(logits, Y)
-    report = partial(objectives.report, objectives.cross_entropy)
+    report = partial(objectives.reported_loss, objectives.cross_entropy)
     torch.testing.assert_close(report(score, targeted=False), usual)
     towards = objectives.cross_entropy(logits, Y, T)
     usual = -F.cross_entropy(logits, T, reduction="none")
@@ -59,10 +59,10 @@ def test_runner_up_aims_at_the_clean_ranking() -> None:
 
 
 def test_names() -> None:
-    assert objectives.find("margin") is objectives.margin
-    assert objectives.find("runner-up-12") == objectives.RunnerUp(12)
+    assert objectives.find_objective("margin") is objectives.margin
+    assert objectives.find_objective("runner-up-12") == objectives.RunnerUp(12)
     own = lambda o, y, t: o[:, 0]
-    assert objectives.find(own) is own
+    assert objectives.find_objective(own) is own
     for bad in ("runner-up-0", "ce", 3):
         with pytest.raises(ValueError, match="objective"):
-            objectives.find(bad)
+            objectives.find_objective(bad)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from problems import Case
 from wball import AttackResult, DualAveraging, FrankWolfe, WassersteinBall
-from wball.attacks import recording
-from wball.attacks.base import Attack
+from wball.attacks import Attack, recording
 from wball.attacks.stand_ins import Smoothed
 
 ATTACKS: dict[str, Attack] = {
@@ -64,7 +63,7 @@ def test_a_recorded_attack_returns_what_the_attack_returns(
     replays: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("wball.attacks.batch.DROP_FROM", {"cpu": 0.5})
+    monkeypatch.setattr("wball.attacks.base.DROP_FROM", {"cpu": 0.5})
     recorded = ATTACKS[name](*case)
     made, used = replays
     assert made > 0 and used > made

@@ -1,213 +1,450 @@
-"""What every attack shares: the call, the bookkeeping per image, and leaving the model as it was
-found.
+r"""What gradient attacks share: the objective, the loop, and the bookkeeping per image.
 
-An attack holds settings only. The model comes at the call::
+Gradient attacks write :meth:`GradientAttack.init`, the first candidates of a batch, and
+:meth:`GradientAttack.advance`, the next ones from a gradient. The base loops, keeps the best **per
+image** and drops images that are done.
 
-    result = attack(model, x, y)                       # untargeted: success is argmax != y
-    result = attack(model, x, y, target=t)             # targeted:   success is argmax == t
+An objective is a function of the logits, larger meaning closer to success:
 
-:meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory,
-puts the model in evaluation mode with frozen parameters, and restores the mode of every module, the
-parameters' flags and the random state afterwards, also after an error. Gradient attacks write
-:meth:`GradientAttack.init`, the first candidates of a batch, and :meth:`GradientAttack.advance`,
-the next ones from a gradient. The base loops, keeps the best **per image** and drops images that
-are done.
+======================  =============================================  ==========================================
+name                    untargeted (true class y)                      targeted (class t)
+======================  =============================================  ==========================================
+``"cross-entropy"``     :math:`\log\sum_{k \ne y} e^{o_k} - o_y`       :math:`o_t - \log\sum_{k \ne t} e^{o_k}`
+``"margin"``            :math:`\max_{k \ne y} o_k - o_y`               :math:`o_t - \max_{k \ne t} o_k`
+``"dlr"``               margin / :math:`(o_{(1)} - o_{(3)})`           :math:`o_t - o_y` /
+                                                                       :math:`(o_{(1)} - (o_{(3)} +
+                                                                       o_{(4)})/2)`
+``"runner-up-k"``       :math:`o_r - o_y`, r = k-th best wrong class   as ``"margin"``
+                        of the clean image
+======================  =============================================  ==========================================
+
+The cross-entropy is ``softplus`` of the first, with the same gradient up to a factor ``1 - p_y``
+per image. For a confident model that factor is 0 in float32, and the gradient with it. Attacks
+normalise the gradient anyway, so they climb the form without the factor, and report the
+cross-entropy.
+
+A user's own objective is any callable ``(logits, y, target) -> (B,)`` with ``target`` ``None`` in
+untargeted attacks.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from wball import inputs, progress
-from wball.attacks import objectives
-from wball.attacks.batch import AttackBatch, State, StepCount, Task
-from wball.attacks.levels import check_on_levels, to_levels
+from wball.attacks.attack import (
+    STATUSES,
+    Attack,
+    AttackResult,
+    AttackStatus,
+    StepCount,
+    Task,
+    empty,
+)
 from wball.attacks.recording import RECORDERS, WORTH, recorded
-from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
-from wball.ball import Ball, check_ball
-from wball.inputs import result_dtype
+from wball.ball import Ball
 from wball.kernels import dispatch
-from wball.model import Model, as_found
-from wball.plan import StoredPlan
-
-PROGRESS_AFTER = 2_000_000
-"""Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
-
+from wball.model import ask, check_classes, full_precision, reached
+from wball.plan import FactoredPlan, Plan, StoredPlan
 
 LATE = 0.75
 """The steps after this share of them tell whether the loss is still rising: whether as many steps
 again, at their pace, would bring the objective above 0, where it succeeds."""
+DROP_EVERY = {"cpu": 1, "cuda": 10}
+"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU
+nothing."""
+
+DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
+"""Share of the images that must be finished for that. A step on a smaller batch is recorded anew on
+a GPU."""
+
+Objective = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+AnyState = TypeVar("AnyState", bound="State")
+Kind = TypeVar("Kind", Plan, FactoredPlan)
+
+
+def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
+    """The plan of images that stay as they are."""
+    grid = x if x.ndim == 4 else x[:, None, None, :]
+    problem = ball.problem(x)
+    assert problem is not None, "only balls with plans are asked for one"
+    return kind.identity(problem.moves(grid), grid)
+
+
+def _at(logits: Tensor, label: Tensor) -> Tensor:
+    return logits.gather(1, label[:, None]).squeeze(1)
+
+
+def _others(logits: Tensor, label: Tensor) -> Tensor:
+    return logits.scatter(1, label[:, None], -torch.inf)
+
+
+def cross_entropy(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+    """Log-odds of all wrong classes against ``y``; targeted: of ``target`` against all others.
+
+    >>> cross_entropy(torch.zeros(1, 2), torch.tensor([0]))
+    tensor([0.])
+    """
+    if target is not None:
+        return _at(logits, target) - torch.logsumexp(_others(logits, target), 1)
+    return torch.logsumexp(_others(logits, y), 1) - _at(logits, y)
+
+
+def margin(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+    """How far the best wrong class is above ``y``; targeted: ``target`` above the best other
+    one."""
+    if target is not None:
+        return _at(logits, target) - _others(logits, target).amax(1)
+    return _others(logits, y).amax(1) - _at(logits, y)
+
+
+def dlr(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+    """Difference of logits ratio: the margin in units of the spread of the largest logits, so
+    invariant to their scale.
+
+    The formula needs three classes, four if targeted; with fewer this is the margin.
+    """
+    if logits.shape[1] < (3 if target is None else 4):
+        return margin(logits, y, target)
+    top = logits.topk(4 if target is not None else 3, 1).values
+    tiny = torch.finfo(logits.dtype).eps
+    if target is not None:
+        return (_at(logits, target) - _at(logits, y)) / (
+            top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + tiny
+        )
+    return margin(logits, y) / (top[:, 0] - top[:, 2] + tiny)
 
 
 @dataclass(frozen=True)
-class Attack(ABC):
-    """Settings of an attack, and its call.
+class RunnerUp:
+    """The margin of one fixed wrong class over ``y``: the ``rank``-th most likely one on the clean
+    image."""
+
+    rank: int = 1
+
+    def rival(self, clean_logits: Tensor, y: Tensor) -> Tensor:
+        """The class to aim at, per image; the least likely one if there are not that many."""
+        wrong = max(1, min(self.rank, clean_logits.shape[1] - 1))
+        return _others(clean_logits, y).topk(wrong, 1).indices[:, -1]
+
+    def __call__(self, logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+        """``target`` is the rival here; success does not require it to win."""
+        if target is None:
+            return margin(logits, y)
+        return _at(logits, target) - _at(logits, y)
+
+
+_NAMED: dict[str, Objective] = {"cross-entropy": cross_entropy, "margin": margin, "dlr": dlr}
+
+
+def find_objective(objective: str | Objective) -> Objective:
+    """An objective by its name, or the callable itself."""
+    if callable(objective):
+        return objective
+    if isinstance(objective, str):
+        runner_up = re.fullmatch(r"runner-up-([1-9]\d*)", objective)
+        if runner_up:
+            return RunnerUp(int(runner_up.group(1)))
+        if objective in _NAMED:
+            return _NAMED[objective]
+    raise ValueError(
+        f'objective must be one of {", ".join(_NAMED)}, "runner-up-<k>", or a callable, got {objective!r}'
+    )
+
+
+def input_gradient(value: Tensor, z: Tensor) -> Tensor:
+    """The gradient of an objective at ``z``; 0 where the model cuts the graph, or torch has no
+    derivative."""
+    gradient = None
+    if value.requires_grad:
+        with suppress(NotImplementedError):
+            (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
+    return torch.zeros_like(z) if gradient is None else gradient
+
+
+def reported_loss(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:
+    """The value to show for a score: the cross-entropy of ``y`` (minus that of the target) instead
+    of its log-odds."""
+    if objective is not cross_entropy:
+        return value
+    return -F.softplus(-value) if targeted else F.softplus(value)
+
+
+@dataclass
+class State:
+    """The current candidate, and in subclasses what the next step needs.
 
     Attributes:
-        ball: the threat model.
-        batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs
-            out.
-        progress: show a bar on stderr; ``None`` shows it on long runs.
-        proofs: return the plans that prove the distances, if the attack has them
-            (``result.proof``).
-        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they
-            survive being stored (256: as 8-bit images); the images must be on the levels, too
-            (:mod:`wball.attacks.levels`).
+        x: the images that are still in.
+        ball: their threat model.
+        z: the candidates, in the ball.
+        distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
+        proof: the plans behind it, if they are kept.
+        kernel: which implementation served the ball.
+        n_steps: steps made so far; a tensor where a step is replayed for many.
     """
 
+    x: Tensor
     ball: Ball
-    _: KW_ONLY
-    batch_size: int | None = None
-    progress: bool | None = None
-    proofs: bool = False
-    levels: int | None = None
+    z: Tensor
+    distance: Tensor
+    proof: StoredPlan | None = None
+    kernel: str = "none"
+    n_steps: int | Tensor = 0
 
-    def __post_init__(self) -> None:
-        if self.levels is not None:
-            inputs.check_count("levels", self.levels, 2)
-        check_ball(self.ball)
-        if self.batch_size is not None:
-            inputs.check_count("batch_size", self.batch_size)
+    def parts(self) -> tuple[object, ...]:
+        """The objects that a step changes."""
+        return (self,)
 
-    @abstractmethod
-    def attack_batch(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
-    ) -> AttackResult:
-        """Attack checked images that fit in memory, on a model that is ready for it."""
+    def take(self: AnyState, index: Tensor) -> AnyState:
+        """The state of a subset of the images: of whatever has an entry per image."""
 
-    def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
-        """Called once with the model as found."""
+        def part(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value if value.ndim == 0 else value[index.to(value.device)]
+            return value.take(index) if hasattr(value, "take") else value
 
-    def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
-        """The attack with what it has to find out about the model, for several calls on images like
-        these."""
-        return self
+        return replace(
+            self, **{field.name: part(getattr(self, field.name)) for field in fields(self)}
+        )
+
+
+class _Best(NamedTuple):
+    """The best candidate so far for each image of a batch."""
+
+    z: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: Tensor
+    radius: Tensor
+    queries: Tensor
+    late: Tensor  # loss before the last steps
+
+    def at(self, index: Tensor) -> _Best:
+        return _Best(*(field[index] for field in self))
+
+    def put(self, index: Tensor, part: _Best) -> None:
+        for field, value in zip(self, part, strict=True):
+            field[index] = value
+
+
+class AttackBatch:
+    """One batch under attack.
+
+    Attributes:
+        task: what is asked for the images that are still in.
+        ball: their threat model.
+        steps_done: steps so far.
+        queries: forward passes so far, of each image that is still in.
+        kernel: which implementation served the ball so far.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        ball: Ball,
+        objective: Objective,
+        until_success: bool,
+        progress: StepCount | None = None,
+    ) -> None:
+        self.task, self.ball, self.objective = task, ball, objective
+        self.until_success = until_success
+        self.steps_done, self.queries, self.kernel = 0, 1, "none"
+        self._counted = self.queries
+        self._proof: StoredPlan | None = None
+        self._all_proof: StoredPlan | None = None
+        self._progress = progress
+        x = task.x
+        with torch.no_grad():
+            with full_precision():
+                logits = ask(task.model, x)
+            check_classes("y", task.y, logits)
+            self._aim = task.target
+            if task.target is not None:
+                check_classes("target", task.target, logits)
+            elif isinstance(objective, RunnerUp):
+                self._aim = objective.rival(logits, task.y)
+            success, loss = self.reached(logits), self.loss(logits)
+            wrong = success.nonzero().squeeze(1)
+            if wrong.numel():  # an image that is wrong by rounding alone is attacked
+                success[wrong] = task.take(wrong).judge(x[wrong])
+        self.logits = logits
+        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        survived, already_wrong = (
+            STATUSES.index(AttackStatus.SURVIVED),
+            STATUSES.index(AttackStatus.ALREADY_WRONG),
+        )
+        status = torch.where(success, already_wrong, survived)
+        steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        queries = steps + self.queries
+        late = loss.clone()
+        self._all = _Best(
+            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries, late
+        )
+        self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
+        self._active = torch.arange(x.shape[0], device=x.device)
 
     @property
-    @abstractmethod
-    def n_gradients(self) -> int:
-        """Gradient steps an image costs if it is never broken."""
+    def x(self) -> Tensor:
+        """The images that are still in."""
+        return self.task.x
 
-    def at(self, eps: float | Tensor) -> Attack:
-        """The same attack at another radius."""
-        return replace(self, ball=self.ball.at(eps))
+    def _radius(self, ball: Ball) -> Tensor:
+        if isinstance(ball.eps, Tensor):
+            return ball.eps.to(self.x.device, torch.float64).expand(self.x.shape[0]).contiguous()
+        return torch.full((self.x.shape[0],), ball.eps, dtype=torch.float64, device=self.x.device)
 
-    def take(self, index: Tensor) -> Attack:
-        """The attack on a subset of the images (a ball can have one radius per image)."""
-        return replace(self, ball=self.ball.take(index))
+    def reached(self, logits: Tensor) -> Tensor:
+        """Which images' logits meet the goal."""
+        return reached(logits, self.task.y, self.task.target)
 
-    def describe(self) -> dict[str, Any]:
-        """The settings as plain data, for the files of an evaluation."""
-        plain: dict[str, Any] = {"name": type(self).__name__}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in ("ball", "progress", "check", "proofs", "view"):
-                continue
-            if is_dataclass(value) and not isinstance(value, type):
-                value = {"name": type(value).__name__, **asdict(value)}
-            elif not isinstance(value, (str, int, float, bool, type(None))):
-                value = getattr(value, "__qualname__", repr(value))
-            elif isinstance(value, float) and not math.isfinite(value):
-                value = str(value)
-            plain[item.name] = value
-        return plain
-
-    def __call__(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        *,
-        target: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> AttackResult:
-        """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
-
-        ``generator`` is the source of randomness; without it a fixed seed is used. The global
-        random state is not changed.
-        """
-        if not callable(model):
-            raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
-        inputs.check_generator(generator)
-        x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
-        y = check_labels("y", y, x)
-        target = None if target is None else check_labels("target", target, x)
-        inputs.check_eps_count(self.ball.eps, x.shape[0])
-        x = x.to(result_dtype(x))
-        if self.levels is not None:
-            check_on_levels(x, self.levels)
-        self.before(model, x, y)
-        if generator is None:
-            generator = torch.Generator(x.device).manual_seed(0)
-        with as_found(model, x.device), torch.inference_mode(False):
-            # An inference tensor cannot carry gradients.
-            task = Task(model, x.clone(), y.clone(), target)
-            with self._steps(len(task)) as steps:
-                return self._in_batches(task, generator, steps)
-
-    def _in_batches(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None
-    ) -> AttackResult:
-        parts: list[AttackResult] = []
-        start, size = 0, self.batch_size or max(1, len(task))
-        while start < len(task) or not parts:
-            index = torch.arange(start, min(start + size, len(task)), device=task.x.device)
-            seeds = generator.get_state()
-            if progress is not None:
-                progress.batch(start, index.numel())
-            try:
-                part, attack = task.take(index), self.take(index)
-                parts.append(attack.stored(attack.attack_batch(part, generator, progress), part))
-            except RuntimeError as error:
-                if not out_of_memory(error) or size == 1:
-                    raise
-            else:
-                start += size
-                continue
-            # Outside the handler, so that the failed batch's tensors are released with the exception.
-            generator.set_state(seeds)
-            size = max(1, min(size, index.numel()) // 2)
-            warnings.warn(
-                f"out of memory: continuing with batches of {size} images",
-                RuntimeWarning,
-                stacklevel=4,
+    def loss(self, logits: Tensor) -> Tensor:
+        """The objective of logits of the images that are still in."""
+        loss = self.objective(logits, self.task.y, self._aim)
+        if not isinstance(loss, Tensor) or loss.shape != self.task.y.shape:
+            seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"objective must return one value per image, shape ({len(self.task)},), got {seen}"
             )
-            if task.x.is_cuda:
-                torch.cuda.empty_cache()
-        return joined(parts)
+        return loss
 
-    def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels
-        if there are some."""
-        if self.levels is not None:
-            return to_levels(found, self.ball, task, self.levels, Task.judge)
-        claimed = found.success.nonzero().squeeze(1)
-        if claimed.numel() == 0:
-            return found
-        return without(found, claimed[~task.take(claimed).judge(found.images[claimed])])
+    def keep_proofs(self, kind: type[Kind]) -> Kind:
+        """From now on every candidate comes with its proof. Returns that of the images as they
+        are."""
+        whole = plan_of_nothing(kind, self.ball, self._all.z)
+        part = whole.take(self._active)
+        self._all_proof, self._proof = whole, part
+        return part
 
-    @contextmanager
-    def _steps(self, images: int) -> Iterator[StepCount | None]:
-        """Progress on a bar of its own or on that of an evaluation; ``None`` if there is none."""
-        name, steps = type(self).__name__, self.n_gradients
-        show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
-        if show:
-            with progress.bar(name, images, "of the images") as shown:
-                shown.stage(images, name)
-                yield StepCount(shown, images, steps)
-        else:
-            outer = progress.AROUND.get()
-            yield None if outer is None else StepCount(outer, images, steps)
+    def gradient(self, state: State) -> Tensor:
+        """The objective's gradient at the candidate, which is offered on the way."""
+        z = state.z.detach().to(self.x.dtype).requires_grad_(True)
+        with torch.enable_grad():
+            logits = ask(self.task.model, z)
+            loss = self.loss(logits)
+            gradient = input_gradient(loss, z)
+        self.queries += 1
+        self._consider(state, logits.detach(), loss.detach())
+        return self.made_step(gradient)
+
+    def made_step(self, gradient: Tensor) -> Tensor:
+        """Note a step along ``gradient``, which is returned with 0 where it is not finite."""
+        finite = gradient.isfinite()
+        gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
+        dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
+        status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
+        self._best = self._best._replace(
+            status=status, n_steps=self._best.n_steps + (~self._best.success)
+        )
+        return gradient
+
+    def count_step(self) -> None:
+        """One step more, for progress and for :meth:`survivors`."""
+        self.steps_done += 1
+        if self._progress is not None:
+            self._progress.step()
+
+    def begin_last_steps(self) -> None:
+        """Remember how far the loss has come."""
+        self._best = self._best._replace(late=self._best.loss.clone())
+
+    def succeeds(self, z: Tensor) -> Tensor:
+        """Which images meet the goal at ``z``, which is not offered as a candidate."""
+        with torch.no_grad():
+            self.queries += 1
+            return self.reached(ask(self.task.model, z))
+
+    def offer(self, state: State) -> Tensor:
+        """The candidate without its gradient. Returns its logits."""
+        with torch.no_grad():
+            logits = ask(self.task.model, state.z.to(self.x.dtype))
+            self.queries += 1
+            self._consider(state, logits, self.loss(logits))
+            return logits
+
+    def _consider(self, state: State, logits: Tensor, loss: Tensor) -> None:
+        best, success, z = self._best, self.reached(logits), state.z.to(self.x.dtype)
+        better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
+        if self.until_success:
+            better = better & ~best.success
+        status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
+        # By how many rather than how many: the same number at every step can be recorded.
+        queries, self._counted = best.queries + (self.queries - self._counted), self.queries
+        self._best = best._replace(
+            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
+            success=best.success | (better & success),
+            distance=torch.where(better, state.distance.to(best.distance), best.distance),
+            loss=torch.where(better, loss, best.loss),
+            status=torch.where(better, status, best.status),
+            radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
+            queries=torch.where(best.success, best.queries, queries)
+            if self.until_success
+            else queries,
+        )
+        if state.kernel != "none":
+            self.kernel = state.kernel
+        if self._proof is not None:
+            assert state.proof is not None
+            self._proof = state.proof.where(better, self._proof)
+
+    def survivors(self) -> Tensor | None:
+        """Every few steps, drop the images that are done. The positions kept, or ``None`` if
+        nothing changed."""
+        device = self.x.device.type
+        return (
+            self.drop(DROP_FROM.get(device, 0.5))
+            if self.steps_done % DROP_EVERY.get(device, 10) == 0
+            else None
+        )
+
+    def drop(self, least: float = 0.0) -> Tensor | None:
+        """Leave out what is done, if it is a share of at least ``least``. The positions kept, or
+        ``None`` if all."""
+        if not self.until_success:
+            return None
+        kept = (~self._best.success).nonzero().squeeze(1)
+        count = self._active.numel()
+        if kept.numel() == count or count - kept.numel() < least * count:
+            return None
+        self._put()
+        self._active, self._best = self._active[kept], self._best.at(kept)
+        self._proof = None if self._proof is None else self._proof.take(kept)
+        self.task, self.ball, self.logits = (
+            self.task.take(kept),
+            self.ball.take(kept),
+            self.logits[kept],
+        )
+        self._aim = None if self._aim is None else self._aim[kept]
+        return kept
+
+    @property
+    def empty(self) -> bool:
+        return self._active.numel() == 0
+
+    def finish(self) -> _Best:
+        self._put()
+        return self._all
+
+    @property
+    def proof(self) -> StoredPlan | None:
+        """The plans of all images' best candidates, after the end."""
+        return self._all_proof
+
+    def _put(self) -> None:
+        self._all.put(self._active, self._best)
+        if self._proof is not None and self._all_proof is not None:
+            self._all_proof = self._all_proof.put(self._active, self._proof)
 
 
 @dataclass(frozen=True)
@@ -216,18 +453,18 @@ class GradientAttack(Attack):
     :meth:`advance`.
 
     Attributes:
-        objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
+        objective: what to climb, by name or a callable.
         until_success: stop at an image's first success. Otherwise go on to the end and return the
             success of highest loss, which is what training wants.
     """
 
     _: KW_ONLY
-    objective: str | objectives.Objective = "cross-entropy"
+    objective: str | Objective = "cross-entropy"
     until_success: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        objectives.find(self.objective)
+        find_objective(self.objective)
 
     @abstractmethod
     def init(self, batch: AttackBatch, generator: torch.Generator) -> State:
@@ -285,13 +522,13 @@ class GradientAttack(Attack):
             return empty(task.x)
         # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
         until_success = self.until_success and self.levels is None
-        objective = objectives.find(self.objective)
+        objective = find_objective(self.objective)
         batch = AttackBatch(task, self.ball, objective, until_success, progress)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
         best = batch.finish()
-        loss = objectives.report(objective, best.loss, targeted=task.target is not None)
+        loss = reported_loss(objective, best.loss, targeted=task.target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
@@ -342,38 +579,3 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = N
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Those of the options that a ball's method takes: not every ball has something to iterate."""
     return {name: value for name, value in options.items() if name in signature(method).parameters}
-
-
-def check_attack(attack: object) -> None:
-    """Raise unless this is an attack."""
-    if not isinstance(attack, Attack):
-        raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
-
-
-def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
-    """Integer classes, one per image, on the images' device."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
-        )
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(
-            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
-        )
-    if labels.shape != x.shape[:1]:
-        raise ValueError(
-            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
-            "rows use argmax(1), for a column of classes flatten()"
-        )
-    return labels.detach().to(device=x.device, dtype=torch.long)
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's
-    two allocators)."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return True
-    return any(
-        words in str(error)
-        for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory")
-    )

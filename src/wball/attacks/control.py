@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball.attacks.base import Attack, normal
-from wball.attacks.batch import Task
+from wball.attacks.attack import Attack, Task
+from wball.attacks.base import normal
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
 from wball.attacks.views import View

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.base import into_box, normal
-from wball.attacks.batch import AttackBatch, State
+from wball.attacks.base import AttackBatch, State, into_box, normal
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.score_search import BlackBoxSearch, reachable_pixels
 from wball.ball import Ball

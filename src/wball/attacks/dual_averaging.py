@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, normal
-from wball.attacks.batch import AttackBatch, State
+from wball.attacks.base import AttackBatch, GradientAttack, State, normal
 from wball.ball import Oracle
 from wball.inputs import per_image
 from wball.plan import FactoredPlan

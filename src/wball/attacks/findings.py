@@ -6,26 +6,6 @@ or radii add up by code (:func:`merged`), and a number may be relied on (:func:`
 of them is serious. A finding is serious if its code is, and if it was seen on more than a tolerated
 share of the images: one image in a thousand that only the black-box search breaks says that the
 gradients are a little worse than they could be, not that they are masked.
-
-:func:`find_signs` looks at a model before an evaluation, with any attack.
-:class:`~wball.StandardAttack` raises one :class:`ModelWarning` per sign; an evaluation lists them.
-
-=================  ========================================  ==============================================
-code               reported if                               meaning and remedy
-=================  ========================================  ==============================================
-train-mode         a module is in training mode              attacks evaluate the model in evaluation mode
-                                                             and put it back: results are for that
-                                                             mode
-probabilities      outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
-                                                             gradients: return logits
-random-model       two evaluations of one batch differ       each example is judged by one draw: average
-                                                             over draws, and attack the average
-zero-gradient      some image's gradient is exactly zero     gradient masking or a non-differentiable step:
-                                                             use a smooth stand-in or a
-                                                             straight-through gradient, or a
-                                                             decision-based attack
-non-finite         logits or gradients have NaN or inf       the model overflows or divides by zero
-=================  ========================================  ==============================================
 """
 
 from __future__ import annotations
@@ -33,14 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from wball.attacks import objectives
-from wball.model import Model, answers_differ, as_found, ask, check_classes, in_training
-
-LIMIT = 64
-"""Images that :func:`find_signs` evaluates."""
 FEW_SURVIVORS = 0.02
 """Share of the images up to which survivors say little about an attack: they are all that it could
 have missed."""
@@ -166,44 +138,3 @@ def reliable(findings: Iterable[Finding]) -> bool:
 
 class ModelWarning(UserWarning):
     """A robust accuracy measured on this model may not mean what it seems to."""
-
-
-def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
-    """The signs found on the first images: a message for each code.
-
-    The model is evaluated as attacks do, in evaluation mode, and left as found.
-    """
-    found: dict[str, str] = {}
-    x, y = x[:LIMIT].detach(), y[:LIMIT]
-    if x.shape[0] == 0:
-        return found
-    if in_training(model):
-        found["train-mode"] = (
-            "a module is in training mode; the attack evaluates the model in evaluation mode"
-        )
-    with as_found(model, x.device), torch.inference_mode(False), torch.enable_grad():
-        z = x.clone().requires_grad_(True)
-        logits = ask(model, z)
-        check_classes("y", y, logits)
-        gradient = objectives.slope(objectives.cross_entropy(logits, y), z)
-        logits = logits.detach()
-        with torch.no_grad():
-            again = ask(model, x)
-    if bool(answers_differ(logits, again).any()):
-        found["random-model"] = "two evaluations of the same images differ"
-    if are_probabilities(logits):
-        found["probabilities"] = (
-            "the outputs look like probabilities; return logits, softmax hides gradients"
-        )
-    if not bool(logits.isfinite().all()) or not bool(gradient.isfinite().all()):
-        found["non-finite"] = "logits or gradients have NaN or infinite values"
-    zero = int((gradient.flatten(1) == 0).all(1).sum())
-    if zero:
-        found["zero-gradient"] = f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
-    return found
-
-
-def are_probabilities(outputs: Tensor) -> bool:
-    """Whether every row lies in [0, 1] and sums to 1."""
-    inside = (outputs >= 0).all() & (outputs <= 1).all()
-    return bool(inside & ((outputs.sum(1) - 1).abs() < 1e-4).all())

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack
-from wball.attacks.batch import AttackBatch, State
+from wball.attacks.base import AttackBatch, GradientAttack, State
 from wball.attacks.dual_averaging import normalised
 from wball.inputs import per_image
 from wball.plan import Plan

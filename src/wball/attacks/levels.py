@@ -4,24 +4,15 @@ An example is pulled back towards its image by a little, :math:`z_s = x + s (z -
 along a space-filling curve: a pixel becomes the difference of the *rounded* sums of all pixels up
 to it, so that what one pixel loses the next one on the curve gains. Every channel keeps its mass
 exactly, every pixel is rounded up or down by less than a level, and so stays in the box, and mass
-moves by about a pixel. The largest ``s`` is taken at which the rounded image is still in the ball,
-by its exact distance, and still meets the goal. Saved as a PNG and read back, it is the same image.
+moves by about a pixel. :func:`wball.attacks.attack.to_levels` takes the largest ``s`` at which the
+rounded image is still in the ball, by its exact distance, and still meets the goal. Saved as a PNG
+and read back, it is the same image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 from torch import Tensor
-
-from wball.attacks.batch import Task
-from wball.attacks.result import AttackResult, AttackStatus
-from wball.ball import Ball
-
-PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
-"""Shares of the way from the image to the example that are tried."""
 
 
 def on_levels(x: Tensor, levels: int) -> bool:
@@ -68,47 +59,3 @@ def rounded(z: Tensor, x: Tensor, levels: int) -> Tensor:
     out = torch.empty_like(steps)
     out[..., order] = steps
     return (out.to(z.dtype) / (levels - 1)).view(z.shape)
-
-
-def to_levels(
-    result: AttackResult,
-    ball: Ball,
-    task: Task,
-    levels: int,
-    judge: Callable[[Task, Tensor], Tensor],
-) -> AttackResult:
-    """The result with its examples on the levels; the clean image, and no success, where none could
-    be kept.
-
-    ``judge(task, images)`` says which images meet the goal.
-    """
-    x, already = task.x, judge(task, task.x)
-    images, success = x.clone(), already.clone()
-    distance = torch.zeros_like(result.distance)
-    for share in PULLED_BACK:
-        left = (result.success & ~success).nonzero().squeeze(1)
-        if left.numel() == 0:
-            break
-        start = x[left]
-        points = rounded(start + share * (result.images[left] - start), start, levels)
-        wrong = judge(task.take(left), points)
-        left, points = left[wrong], points[wrong]
-        if left.numel() == 0:
-            continue
-        inside = ball.take(left)
-        far = inside.violations(x[left], points)
-        kept = far.within(inside.eps)
-        where = left[kept]
-        images[where], success[where], distance[where] = (
-            points[kept],
-            True,
-            far.distance[kept].to(distance),
-        )
-    status = list(result.status)
-    for i in already.nonzero().flatten().tolist():
-        status[i] = AttackStatus.ALREADY_WRONG
-    for i in (result.success & ~success).nonzero().flatten().tolist():
-        status[i] = AttackStatus.SURVIVED
-    return replace(
-        result, images=images, success=success, distance=distance, status=tuple(status), proof=None
-    )

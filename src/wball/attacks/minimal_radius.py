@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_attack, check_labels
-from wball.attacks.batch import Task
+from wball.attacks.attack import Attack, Task, check_attack, check_labels
 from wball.display import Summarised
 from wball.inputs import per_image, result_dtype
 from wball.model import Model, as_found, ask, full_precision, reached

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks.base import (
+    AttackBatch,
     GradientAttack,
+    State,
     distance_bound,
     understood,
 )
-from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Ball, WassersteinBall
 from wball.cost import GridCost

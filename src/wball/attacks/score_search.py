@@ -35,9 +35,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball import inputs
-from wball.attacks import objectives
-from wball.attacks.base import GradientAttack, into_box, normal
-from wball.attacks.batch import AttackBatch, plan_of_nothing
+from wball.attacks.base import (
+    AttackBatch,
+    GradientAttack,
+    RunnerUp,
+    into_box,
+    normal,
+    plan_of_nothing,
+)
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.ball import Ball
 from wball.inputs import per_image
@@ -154,7 +159,7 @@ class ScoreSearch(BlackBoxSearch):
             for rank in RESTARTS.values()
             if batch.task.target is None and rank < batch.logits.shape[1]
         ]
-        every = [objectives.RunnerUp(rank).rival(batch.logits, batch.task.y) for rank in ranks]
+        every = [RunnerUp(rank).rival(batch.logits, batch.task.y) for rank in ranks]
         return torch.stack(every, 1) if every else batch.task.y[:, None][:, :0]
 
     def _restart(self, state: _Tracked) -> None:
@@ -201,11 +206,7 @@ class ScoreSearch(BlackBoxSearch):
         with torch.enable_grad():
             logits = logits.detach().requires_grad_(True)
             aim = state.aim
-            value = (
-                batch.loss(logits)
-                if aim is None
-                else objectives.RunnerUp()(logits, batch.task.y, aim)
-            )
+            value = batch.loss(logits) if aim is None else RunnerUp()(logits, batch.task.y, aim)
             (pull,) = torch.autograd.grad(value.sum(), logits)
         pull = pull.gather(1, state.classes).to(state.jacobian)
         return batch.made_step(torch.einsum("bk,bkd->bd", pull, state.jacobian).view_as(z))

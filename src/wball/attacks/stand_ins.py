@@ -39,8 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wball.attacks import objectives
-from wball.attacks.base import into_box, normal
+from wball.attacks.base import input_gradient, into_box, normal
 from wball.model import Model, ask
 
 Function = Callable[..., Any]
@@ -310,7 +309,7 @@ class Smoothed:
                 with torch.enable_grad():
                     image = x.detach().clone().requires_grad_(True)
                     noisy = ask(self.model, into_box(image + noise, self.box))
-                    total += objectives.slope(noisy * gradient, image)
+                    total += input_gradient(noisy * gradient, image)
             return total / DRAWS
 
         with torch.no_grad():

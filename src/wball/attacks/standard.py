@@ -71,17 +71,32 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks import control, objectives
-from wball.attacks.base import Attack, GradientAttack
-from wball.attacks.batch import StepCount, Task
+from wball.attacks import control
+from wball.attacks.attack import (
+    Attack,
+    AttackResult,
+    AttackStatus,
+    StepCount,
+    Task,
+    empty,
+    to_levels,
+    updated,
+    without,
+)
+from wball.attacks.base import (
+    GradientAttack,
+    cross_entropy,
+    find_objective,
+    margin,
+    reported_loss,
+)
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import FEW_SURVIVORS, Finding, ModelWarning, find_signs, merged
-from wball.attacks.levels import on_levels, to_levels
+from wball.attacks.findings import FEW_SURVIVORS, Finding, ModelWarning, merged
+from wball.attacks.levels import on_levels
 from wball.attacks.pgd import PGD
-from wball.attacks.result import AttackResult, AttackStatus, empty, updated, without
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.stand_ins import Smoothed
-from wball.attacks.views import LOOKED_AT, View, best_view
+from wball.attacks.views import LOOKED_AT, View, best_view, find_signs
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
 
@@ -122,7 +137,7 @@ class _Member:
     @property
     def rank(self) -> int:
         """Rank of the wrong class that the member aims at; 0 for any class."""
-        rank: int = getattr(objectives.find(self.objective), "rank", 0)
+        rank: int = getattr(find_objective(self.objective), "rank", 0)
         return rank
 
     def __str__(self) -> str:
@@ -344,7 +359,7 @@ class _Ensemble:
             torch.zeros_like(self.member, dtype=torch.bool) for _ in range(3)
         )
         with torch.no_grad():
-            self._almost = NEAR * objectives.margin(ask(view.model, task.x), task.y, task.target)
+            self._almost = NEAR * margin(ask(view.model, task.x), task.y, task.target)
 
     def attacked_by(self, kind: _Member) -> Tensor:
         """The images that a member attacks."""
@@ -357,8 +372,8 @@ class _Ensemble:
         """Merge what a member found, with success judged on the model itself, and return it."""
         part = self._task.take(here)
         found = self._attack.take(here).stored(found, part)
-        found, margin, clear = _judged(found, self._view, part)
-        self.near[here] |= margin > self._almost[here]
+        found, ahead, clear = _judged(found, self._view, part)
+        self.near[here] |= ahead > self._almost[here]
         self._clear[here] = clear
         self._merge(number, here, found)
         return found
@@ -442,13 +457,13 @@ def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, 
     clear."""
     with torch.no_grad():
         logits = ask(view.model, found.images)
-    score = objectives.cross_entropy(logits, task.y, task.target)
-    loss = objectives.report(objectives.cross_entropy, score, targeted=task.target is not None)
+    score = cross_entropy(logits, task.y, task.target)
+    loss = reported_loss(cross_entropy, score, targeted=task.target is not None)
     lost = found.success & ~view.judge(task, found.images)
     found = without(replace(found, loss=loss), lost.nonzero().squeeze(1))
-    margin = objectives.margin(logits, task.y, task.target)
-    ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return found, margin, found.success & (ahead | view.random)
+    ahead = margin(logits, task.y, task.target)
+    clear = ahead > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+    return found, ahead, found.success & (clear | view.random)
 
 
 def _asked_again(view: View, task: Task, z: Tensor) -> Tensor:

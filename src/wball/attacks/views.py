@@ -4,6 +4,26 @@
 images are changed a little. If the gradient predicts little (zero, saturated, shattered, cut off),
 the stand-ins of :mod:`wball.attacks.stand_ins` are tried, and used if they predict more.
 Success is always judged on the model itself.
+
+:func:`find_signs` looks at a model before an evaluation, with any attack.
+:class:`~wball.StandardAttack` raises one :class:`ModelWarning` per sign; an evaluation lists them.
+
+=================  ========================================  ==============================================
+code               reported if                               meaning and remedy
+=================  ========================================  ==============================================
+train-mode         a module is in training mode              attacks evaluate the model in evaluation mode
+                                                             and put it back: results are for that
+                                                             mode
+probabilities      outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
+                                                             gradients: return logits
+random-model       two evaluations of one batch differ       each example is judged by one draw: average
+                                                             over draws, and attack the average
+zero-gradient      some image's gradient is exactly zero     gradient masking or a non-differentiable step:
+                                                             use a smooth stand-in or a
+                                                             straight-through gradient, or a
+                                                             decision-based attack
+non-finite         logits or gradients have NaN or inf       the model overflows or divides by zero
+=================  ========================================  ==============================================
 """
 
 from __future__ import annotations
@@ -16,15 +36,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks import objectives
-from wball.attacks.base import into_box, normal
-from wball.attacks.batch import Task
+from wball.attacks.attack import Task
+from wball.attacks.base import cross_entropy, input_gradient, into_box, normal
 from wball.attacks.dual_averaging import normalised
-from wball.attacks.findings import are_probabilities
 from wball.attacks.stand_ins import StandIns
 from wball.ball import Ball
-from wball.model import Model, answers_differ, ask, full_precision, reached
+from wball.model import (
+    Model,
+    answers_differ,
+    as_found,
+    ask,
+    check_classes,
+    full_precision,
+    in_training,
+    reached,
+)
 
+SIGNS = 64
+"""Images that :func:`find_signs` evaluates."""
 LOOKED_AT = 32
 """Images that views are compared on: half of them clean, half moved as an attack moves them."""
 DIRECTIONS = 16
@@ -168,7 +197,7 @@ def _slope(view: Model, x: Tensor, y: Tensor) -> Tensor:
     """The gradient of the cross-entropy, with 0 where it is not finite."""
     with torch.enable_grad():
         z = x.detach().clone().requires_grad_(True)
-        slope = objectives.slope(objectives.cross_entropy(ask(view, z), y), z)
+        slope = input_gradient(cross_entropy(ask(view, z), y), z)
     return normalised(slope.nan_to_num(0.0, 0.0, 0.0))
 
 
@@ -186,7 +215,7 @@ def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> T
     for size in SHAKEN:
         asked = into_box(x + shrink * size * normal(x, draws, DIRECTIONS), ball.box)
         with torch.no_grad():
-            values = [objectives.cross_entropy(ask(view, one), y) for one in (x, *asked)]
+            values = [cross_entropy(ask(view, one), y) for one in (x, *asked)]
         measured = (torch.stack(values[1:]) - values[0]).nan_to_num(0.0, 0.0, 0.0)
         predicted = ((asked - x) * slope).flatten(2).sum(2)
         best = torch.maximum(best, _cosine(predicted, measured).to(best))
@@ -201,3 +230,44 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
         F.normalize((change - change.mean(0)).double(), dim=0, eps=tiny) for change in (a, b)
     )
     return (one * two).sum(0)
+
+
+def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
+    """The signs found on the first images: a message for each code.
+
+    The model is evaluated as attacks do, in evaluation mode, and left as found.
+    """
+    found: dict[str, str] = {}
+    x, y = x[:SIGNS].detach(), y[:SIGNS]
+    if x.shape[0] == 0:
+        return found
+    if in_training(model):
+        found["train-mode"] = (
+            "a module is in training mode; the attack evaluates the model in evaluation mode"
+        )
+    with as_found(model, x.device), torch.inference_mode(False), torch.enable_grad():
+        z = x.clone().requires_grad_(True)
+        logits = ask(model, z)
+        check_classes("y", y, logits)
+        gradient = input_gradient(cross_entropy(logits, y), z)
+        logits = logits.detach()
+        with torch.no_grad():
+            again = ask(model, x)
+    if bool(answers_differ(logits, again).any()):
+        found["random-model"] = "two evaluations of the same images differ"
+    if are_probabilities(logits):
+        found["probabilities"] = (
+            "the outputs look like probabilities; return logits, softmax hides gradients"
+        )
+    if not bool(logits.isfinite().all()) or not bool(gradient.isfinite().all()):
+        found["non-finite"] = "logits or gradients have NaN or infinite values"
+    zero = int((gradient.flatten(1) == 0).all(1).sum())
+    if zero:
+        found["zero-gradient"] = f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
+    return found
+
+
+def are_probabilities(outputs: Tensor) -> bool:
+    """Whether every row lies in [0, 1] and sums to 1."""
+    inside = (outputs >= 0).all() & (outputs <= 1).all()
+    return bool(inside & ((outputs.sum(1) - 1).abs() < 1e-4).all())

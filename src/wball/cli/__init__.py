@@ -132,7 +132,7 @@ def _usage(error: Exception) -> str:
 
 def _sorted(error: Exception) -> tuple[str, int]:
     """The message and the exit code for what a command raised."""
-    from wball.attacks.base import out_of_memory
+    from wball.attacks.attack import out_of_memory
     from wball.storage.files import FolderInUse
 
     if isinstance(error, MemoryError) or out_of_memory(error):

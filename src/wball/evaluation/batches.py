@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks import Attack, AttackResult, AttackStatus
-from wball.attacks.batch import Task
+from wball.attacks.attack import Task
 from wball.attacks.findings import FEW_SURVIVORS, Finding, merged
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball

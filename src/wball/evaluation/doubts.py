@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks.control import drifted
-from wball.attacks.findings import Finding, find_signs
+from wball.attacks.findings import Finding
+from wball.attacks.views import find_signs
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
 from wball.evaluation.result import Evaluation, EvaluationWarning

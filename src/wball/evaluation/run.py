@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
-from wball.attacks.base import out_of_memory
+from wball.attacks.attack import out_of_memory
 from wball.ball import Ball, check_ball
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace

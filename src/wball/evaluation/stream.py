@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from wball import inputs
-from wball.attacks.base import check_labels
+from wball.attacks.attack import check_labels
 from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
 
 Box = tuple[float, float] | None

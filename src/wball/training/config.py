@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import Attack
-from wball.attacks.base import check_attack
+from wball.attacks.attack import check_attack
 from wball.data import dataset_info
 from wball.zoo.architectures import architectures
 

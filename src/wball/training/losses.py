@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from wball import inputs
 from wball.attacks import Attack, StandardAttack
-from wball.attacks.base import check_attack
+from wball.attacks.attack import check_attack
 from wball.ball import WassersteinBall
 from wball.certificates.trust import UnsupportedModule
 from wball.model import Model, as_found, ask, check_classes, full_precision, top_class

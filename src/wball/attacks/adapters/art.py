@@ -24,8 +24,7 @@ from art.preprocessing.preprocessing import PreprocessorPyTorch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wball.attacks.base import Attack, check_attack
-from wball.attacks.result import AttackResult
+from wball.attacks.attack import Attack, AttackResult, check_attack
 
 Array = NDArray[Any]
 

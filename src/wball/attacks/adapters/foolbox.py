@@ -22,8 +22,7 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.base import Attack, check_attack
-from wball.attacks.result import AttackResult, updated
+from wball.attacks.attack import Attack, AttackResult, check_attack, updated
 
 
 class FoolboxAttack(FoolboxBase):

@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.attacks.base import Attack, check_attack
-from wball.attacks.result import AttackResult
+from wball.attacks.attack import Attack, AttackResult, check_attack
 from wball.model import Model, as_found, ask
 
 

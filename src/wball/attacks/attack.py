@@ -1,0 +1,498 @@
+"""An attack: what it is asked for, its call, and what it returns.
+
+An attack holds settings only. The model comes at the call::
+
+    result = attack(model, x, y)                       # untargeted: success is argmax != y
+    result = attack(model, x, y, target=t)             # targeted:   success is argmax == t
+
+:meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory,
+puts the model in evaluation mode with frozen parameters, and restores the mode of every module, the
+parameters' flags and the random state afterwards, also after an error. Subclasses write
+:meth:`Attack.attack_batch`; :mod:`wball.attacks.base` does for gradient attacks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wball import inputs, progress
+from wball.attacks.findings import Finding, merged, reliable
+from wball.attacks.levels import check_on_levels, rounded
+from wball.ball import Ball, check_ball
+from wball.display import Summarised, percent
+from wball.inputs import result_dtype
+from wball.model import Model, as_found, judge
+from wball.plan import StoredPlan
+from wball.progress import Bar
+from wball.result import joined_kernels
+
+PROGRESS_AFTER = 2_000_000
+"""Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
+PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
+"""Shares of the way from the image to the example that :func:`to_levels` tries."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an attack is asked for.
+
+    Attributes:
+        model: images to logits.
+        x: the images.
+        y: their labels.
+        target: classes to reach, or ``None`` for any wrong class.
+        start: points of the ball to begin at, such as the attempts of another attack, or ``None``.
+    """
+
+    model: Model
+    x: Tensor
+    y: Tensor
+    target: Tensor | None = None
+    start: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def take(self, index: Tensor) -> Task:
+        """The task for a subset of the images."""
+        target, start = (v if v is None else v[index] for v in (self.target, self.start))
+        return Task(self.model, self.x[index], self.y[index], target, start)
+
+    def judge(self, z: Tensor) -> Tensor:
+        """Which images meet the goal at ``z``, see :func:`wball.model.judge`."""
+        return judge(self.model, z, self.y, self.target)
+
+
+class StepCount:
+    """Progress of an attack on a bar: images of finished batches, and the steps of the current
+    one."""
+
+    def __init__(self, bar: Bar, images: int, steps: int) -> None:
+        self._bar, self._images, self._steps = bar, max(1, images), max(1, steps)
+        self._start, self._size, self._step = 0, 0, 0
+
+    def batch(self, start: int, size: int) -> None:
+        """A batch of ``size`` images begins after ``start`` finished ones."""
+        self._start, self._size, self._step = start, size, 0
+
+    def step(self) -> None:
+        """One gradient step of the batch is done."""
+        self._step += 1
+        share = self._size * min(1.0, self._step / self._steps)
+        self._bar.within((self._start + share) / self._images)
+
+
+class AttackStatus(Enum):
+    """How an attack ended for an image. The value is the explanation, with the remedy where there
+    is one."""
+
+    FOUND = "an adversarial example was found"
+    ALREADY_WRONG = "the clean image already meets the goal: distance 0"
+    SURVIVED = (
+        "no adversarial example was found: more steps, restarts or StandardAttack may find one"
+    )
+    NO_GRADIENT = (
+        "the gradient was zero or not finite: the model may mask it; try another objective"
+    )
+
+    def __str__(self) -> str:
+        return f"{self.name.lower()}: {self.value}"
+
+
+STATUSES = tuple(AttackStatus)
+
+
+@dataclass(frozen=True, repr=False)
+class AttackResult(Summarised):
+    """What an attack found, in the order of the images.
+
+    Attributes:
+        images: per image the adversarial example, or the best attempt; always in the ball.
+        success: whether ``images`` meets the goal (``argmax != y``, or ``argmax == target``).
+        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit
+            of ``eps``, float64.
+        loss: value of the objective at ``images`` (the cross-entropy, for that objective).
+        n_steps: steps used, per image.
+        status: how it ended, per image.
+        radius: radius of the ball each image was found in (or the last one tried), float64.
+        member: for ensembles, which attack found it (-1: none).
+        kernel: which implementation served the ball; several are joined by ``+``, and it is
+            ``"none"`` where no step was made.
+        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``)
+            and knows them: ``wball.audit(ball, x, result.images, plan=result.proof,
+            exact="needed")`` then has nothing to solve.
+        queries: forward passes used, per image, by attacks that count them.
+        rising: whether the loss was still rising over the last steps, so that as many steps again
+            may break the image, by attacks that make steps.
+        findings: reasons to doubt the robust accuracy, from attacks that look for them.
+    """
+
+    images: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: tuple[AttackStatus, ...]
+    radius: Tensor
+    member: Tensor | None = None
+    kernel: str = "none"
+    proof: StoredPlan | None = None
+    queries: Tensor | None = None
+    rising: Tensor | None = None
+    findings: tuple[Finding, ...] = ()
+
+    def take(self, index: Tensor) -> AttackResult:
+        """The result of a subset of the images, without plans."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts: dict[str, Any] = {n: t[index] for n, t in tensors.items() if isinstance(t, Tensor)}
+        status = tuple(self.status[i] for i in index.tolist())
+        return replace(self, status=status, proof=None, **parts)
+
+    @property
+    def reliable(self) -> bool:
+        """Whether no finding says that the robust accuracy may be too high."""
+        return reliable(self.findings)
+
+    def headline(self) -> dict[str, str]:
+        broken = self.distance[self.success]
+        shown = {"images": str(len(self.success)), "robust accuracy": percent(self.robust_accuracy)}
+        if len(broken):
+            shown["median distance"] = f"{float(broken.median()):.4g}"
+        return {**shown, "steps": str(int(self.n_steps.sum())), "kernel": self.kernel}
+
+    @property
+    def robust_accuracy(self) -> float:
+        """The share of images that no adversarial example was found for."""
+        return self.accuracy_at(math.inf)
+
+    def accuracy_at(self, eps: float) -> float:
+        """The share of images that no adversarial example was found for at a radius up to
+        ``eps``."""
+        if self.success.numel() == 0:
+            return 1.0
+        wrong = torch.tensor(
+            [s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device
+        )
+        return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
+
+
+@dataclass(frozen=True)
+class Attack(ABC):
+    """Settings of an attack, and its call.
+
+    Attributes:
+        ball: the threat model.
+        batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs
+            out.
+        progress: show a bar on stderr; ``None`` shows it on long runs.
+        proofs: return the plans that prove the distances, if the attack has them
+            (``result.proof``).
+        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they
+            survive being stored (256: as 8-bit images); the images must be on the levels, too
+            (:mod:`wball.attacks.levels`).
+    """
+
+    ball: Ball
+    _: KW_ONLY
+    batch_size: int | None = None
+    progress: bool | None = None
+    proofs: bool = False
+    levels: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels is not None:
+            inputs.check_count("levels", self.levels, 2)
+        check_ball(self.ball)
+        if self.batch_size is not None:
+            inputs.check_count("batch_size", self.batch_size)
+
+    @abstractmethod
+    def attack_batch(
+        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+    ) -> AttackResult:
+        """Attack checked images that fit in memory, on a model that is ready for it."""
+
+    def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
+        """Called once with the model as found."""
+
+    def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
+        """The attack with what it has to find out about the model, for several calls on images like
+        these."""
+        return self
+
+    @property
+    @abstractmethod
+    def n_gradients(self) -> int:
+        """Gradient steps an image costs if it is never broken."""
+
+    def at(self, eps: float | Tensor) -> Attack:
+        """The same attack at another radius."""
+        return replace(self, ball=self.ball.at(eps))
+
+    def take(self, index: Tensor) -> Attack:
+        """The attack on a subset of the images (a ball can have one radius per image)."""
+        return replace(self, ball=self.ball.take(index))
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain data, for the files of an evaluation."""
+        plain: dict[str, Any] = {"name": type(self).__name__}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("ball", "progress", "check", "proofs", "view"):
+                continue
+            if is_dataclass(value) and not isinstance(value, type):
+                value = {"name": type(value).__name__, **asdict(value)}
+            elif not isinstance(value, (str, int, float, bool, type(None))):
+                value = getattr(value, "__qualname__", repr(value))
+            elif isinstance(value, float) and not math.isfinite(value):
+                value = str(value)
+            plain[item.name] = value
+        return plain
+
+    def __call__(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        *,
+        target: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> AttackResult:
+        """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
+
+        ``generator`` is the source of randomness; without it a fixed seed is used. The global
+        random state is not changed.
+        """
+        if not callable(model):
+            raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
+        inputs.check_generator(generator)
+        x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
+        y = check_labels("y", y, x)
+        target = None if target is None else check_labels("target", target, x)
+        inputs.check_eps_count(self.ball.eps, x.shape[0])
+        x = x.to(result_dtype(x))
+        if self.levels is not None:
+            check_on_levels(x, self.levels)
+        self.before(model, x, y)
+        if generator is None:
+            generator = torch.Generator(x.device).manual_seed(0)
+        with as_found(model, x.device), torch.inference_mode(False):
+            # An inference tensor cannot carry gradients.
+            task = Task(model, x.clone(), y.clone(), target)
+            with self._steps(len(task)) as steps:
+                return self._in_batches(task, generator, steps)
+
+    def _in_batches(
+        self, task: Task, generator: torch.Generator, progress: StepCount | None
+    ) -> AttackResult:
+        parts: list[AttackResult] = []
+        start, size = 0, self.batch_size or max(1, len(task))
+        while start < len(task) or not parts:
+            index = torch.arange(start, min(start + size, len(task)), device=task.x.device)
+            seeds = generator.get_state()
+            if progress is not None:
+                progress.batch(start, index.numel())
+            try:
+                part, attack = task.take(index), self.take(index)
+                parts.append(attack.stored(attack.attack_batch(part, generator, progress), part))
+            except RuntimeError as error:
+                if not out_of_memory(error) or size == 1:
+                    raise
+            else:
+                start += size
+                continue
+            # Outside the handler, so that the failed batch's tensors are released with the exception.
+            generator.set_state(seeds)
+            size = max(1, min(size, index.numel()) // 2)
+            warnings.warn(
+                f"out of memory: continuing with batches of {size} images",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            if task.x.is_cuda:
+                torch.cuda.empty_cache()
+        return joined(parts)
+
+    def stored(self, found: AttackResult, task: Task) -> AttackResult:
+        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels
+        if there are some."""
+        if self.levels is not None:
+            return to_levels(found, self.ball, task, self.levels, Task.judge)
+        claimed = found.success.nonzero().squeeze(1)
+        if claimed.numel() == 0:
+            return found
+        return without(found, claimed[~task.take(claimed).judge(found.images[claimed])])
+
+    @contextmanager
+    def _steps(self, images: int) -> Iterator[StepCount | None]:
+        """Progress on a bar of its own or on that of an evaluation; ``None`` if there is none."""
+        name, steps = type(self).__name__, self.n_gradients
+        show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
+        if show:
+            with progress.bar(name, images, "of the images") as shown:
+                shown.stage(images, name)
+                yield StepCount(shown, images, steps)
+        else:
+            outer = progress.AROUND.get()
+            yield None if outer is None else StepCount(outer, images, steps)
+
+
+def empty(x: Tensor) -> AttackResult:
+    """The result of an attack on no images."""
+    none = torch.zeros(0, device=x.device)
+    return AttackResult(x.clone(), none.bool(), none.double(), none, none.long(), (), none.double())
+
+
+def without(found: AttackResult, index: Tensor) -> AttackResult:
+    """The result with no example claimed at ``index``."""
+    if index.numel() == 0:
+        return found
+    success, status = found.success.clone(), list(found.status)
+    success[index] = False
+    for i in index.tolist():
+        status[i] = AttackStatus.SURVIVED
+    return replace(found, success=success, status=tuple(status))
+
+
+def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
+    """``best`` with the images at ``index`` replaced where a later attack did ``better``."""
+    where = index[better]
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        out = old.clone()
+        out[where] = new[better]
+        return out
+
+    steps, queries = best.n_steps.clone(), best.queries
+    steps[index] += found.n_steps
+    if queries is not None and found.queries is not None:
+        queries = queries.clone()
+        queries[index] += found.queries
+    proof = None
+    if best.proof is not None and found.proof is not None:
+        proof = best.proof.put(where, found.proof.take(better))
+    status = list(best.status)
+    for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
+        # One attack with a gradient is enough to say that the image survived.
+        if success or status[i] is AttackStatus.NO_GRADIENT:
+            status[i] = state
+    names = ["images", "success", "distance", "loss", "radius"]
+    names += ["member"] if best.member is not None and found.member is not None else []
+    parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
+    return replace(
+        best,
+        **parts,
+        n_steps=steps,
+        status=tuple(status),
+        kernel=joined_kernels((best.kernel, found.kernel)),
+        proof=proof,
+        queries=queries,
+    )
+
+
+def joined(parts: list[AttackResult]) -> AttackResult:
+    """The results of several batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors: dict[str, Any] = {
+        item.name: torch.cat([getattr(part, item.name) for part in parts])
+        for item in fields(AttackResult)
+        if isinstance(getattr(parts[0], item.name), Tensor)
+    }
+    proofs = [part.proof for part in parts if part.proof is not None]
+    return AttackResult(
+        **tensors,
+        status=sum((part.status for part in parts), ()),
+        kernel=joined_kernels(part.kernel for part in parts),
+        proof=StoredPlan.joined(proofs) if len(proofs) == len(parts) else None,
+        findings=merged(finding for part in parts for finding in part.findings),
+    )
+
+
+def to_levels(
+    result: AttackResult,
+    ball: Ball,
+    task: Task,
+    levels: int,
+    judge: Callable[[Task, Tensor], Tensor],
+) -> AttackResult:
+    """The result with its examples on the levels; the clean image, and no success, where none could
+    be kept.
+
+    ``judge(task, images)`` says which images meet the goal.
+    """
+    x, already = task.x, judge(task, task.x)
+    images, success = x.clone(), already.clone()
+    distance = torch.zeros_like(result.distance)
+    for share in PULLED_BACK:
+        left = (result.success & ~success).nonzero().squeeze(1)
+        if left.numel() == 0:
+            break
+        start = x[left]
+        points = rounded(start + share * (result.images[left] - start), start, levels)
+        wrong = judge(task.take(left), points)
+        left, points = left[wrong], points[wrong]
+        if left.numel() == 0:
+            continue
+        inside = ball.take(left)
+        far = inside.violations(x[left], points)
+        kept = far.within(inside.eps)
+        where = left[kept]
+        images[where], success[where], distance[where] = (
+            points[kept],
+            True,
+            far.distance[kept].to(distance),
+        )
+    status = list(result.status)
+    for i in already.nonzero().flatten().tolist():
+        status[i] = AttackStatus.ALREADY_WRONG
+    for i in (result.success & ~success).nonzero().flatten().tolist():
+        status[i] = AttackStatus.SURVIVED
+    return replace(
+        result, images=images, success=success, distance=distance, status=tuple(status), proof=None
+    )
+
+
+def check_attack(attack: object) -> None:
+    """Raise unless this is an attack."""
+    if not isinstance(attack, Attack):
+        raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
+
+
+def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
+    """Integer classes, one per image, on the images' device."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
+        )
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(
+            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
+        )
+    if labels.shape != x.shape[:1]:
+        raise ValueError(
+            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
+            "rows use argmax(1), for a column of classes flatten()"
+        )
+    return labels.detach().to(device=x.device, dtype=torch.long)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's
+    two allocators)."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return True
+    return any(
+        words in str(error)
+        for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory")
+    )
