@@ -60,7 +60,6 @@ class DualAveraging(GradientAttack):
         random_start: standard deviation of the potentials at the start, in nats; 0 starts at the
             clean image.
         sweeps: coordinate steps on the box potentials per step.
-        newton: largest number of Newton steps on the price after each of them.
     """
 
     steps: int = 100
@@ -68,7 +67,6 @@ class DualAveraging(GradientAttack):
     decay: float = 0.0
     random_start: float = 0.0
     sweeps: int = 3
-    newton: int = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +77,6 @@ class DualAveraging(GradientAttack):
             )
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)
-        inputs.check_count("newton", self.newton, 0)
         inputs.check_positive("step_size", self.step_size)
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
@@ -95,7 +92,7 @@ class DualAveraging(GradientAttack):
     def init(self, batch: AttackBatch, generator: torch.Generator) -> Potentials:
         x = batch.x
         proof = batch.keep_proofs(FactoredPlan) if self.proofs else None
-        oracle = batch.ball.oracle(x, sweeps=self.sweeps, newton=self.newton)
+        oracle = batch.ball.oracle(x, sweeps=self.sweeps)
         state = Potentials(
             x,
             batch.ball,

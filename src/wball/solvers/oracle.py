@@ -100,12 +100,11 @@ class TransportOracle(_Oracle):
         problem: TransportProblem,
         *,
         sweeps: int = 3,
-        newton: int = 12,
         momentum: float = 0.0,
         roundings: int = ROUNDINGS,
     ) -> None:
         super().__init__(problem, result_dtype(problem.x))
-        self.sweeps, self.newton, self.momentum = sweeps, newton, momentum
+        self.sweeps, self.momentum = sweeps, momentum
         self.budget = problem.spendable(roundings)
         self._psi: Tensor | None = None
         self._q: Tensor | None = None
@@ -115,7 +114,7 @@ class TransportOracle(_Oracle):
         plan = entropic_plan(PlanRequest(
             self._grid, b.detach().to(self.x.dtype).reshape(self._grid.shape), self.budget, self._moves,
             self.problem.box, psi=self._psi, q=self._q, kappa=self._kappa,
-            sweeps=self.sweeps, newton=self.newton, momentum=self.momentum,
+            sweeps=self.sweeps, momentum=self.momentum,
         ))  # fmt: skip
         self._psi, self._q, self._kappa = plan.psi, plan.q, plan.kappa
         proof = FactoredPlan(
