@@ -58,6 +58,17 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
     return value
 
 
+def as_pixels(images: Tensor) -> Tensor:
+    """8-bit images as float32 pixels in [0, 1]; anything else unchanged.
+
+    >>> as_pixels(torch.tensor([0, 51, 255], dtype=torch.uint8))
+    tensor([0.0000, 0.2000, 1.0000])
+    """
+    if isinstance(images, Tensor) and images.dtype == torch.uint8:
+        return images.to(torch.float32).div_(255)
+    return images
+
+
 def check_tensor(name: str, value: Tensor) -> Tensor:
     """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor."""
     check_layout(name, value)
@@ -88,7 +99,8 @@ def check_layout(name: str, value: Tensor) -> None:
         )
     if not value.is_floating_point():
         raise TypeError(
-            f"{name} must hold floating-point pixels, got {value.dtype}; for 8-bit images use {name}.float() / 255"
+            f"{name} must hold floating-point pixels, got {value.dtype}; "
+            f"if they are 0 to 255, use {name}.float() / 255"
         )
     if value.ndim not in (2, 4):
         raise ValueError(
@@ -104,8 +116,11 @@ def check_images(
 ) -> Tensor:
     """Images with non-negative pixels inside the box; rounding errors are clipped.
 
-    Tensors given ``beside`` them must be finite, of their shape and on their device.
+    8-bit images are divided by 255, unless the box reaches beyond 1. Tensors given ``beside`` them
+    must be finite, of their shape and on their device.
     """
+    if box is None or box[1] <= 1:
+        value = as_pixels(value)
     check_layout(name, value)
     for title, other in beside.items():
         _check_alike(title, other, value)

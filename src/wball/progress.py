@@ -6,7 +6,6 @@ their progress within the current stage, instead of opening their own bars.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +105,6 @@ def bar(
 
 
 def notice(said: str) -> None:
-    """Print one line to stderr, on a terminal or if ``WBALL_PROGRESS=1``."""
-    wanted = os.environ.get("WBALL_PROGRESS")
-    if sys.stderr is not None and (wanted == "1" or (wanted is None and sys.stderr.isatty())):
+    """Print one line to stderr if that is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
         print(f"wball: {said}", file=sys.stderr, flush=True)

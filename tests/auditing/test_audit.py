@@ -153,7 +153,7 @@ def test_bad_arguments_raise() -> None:
     ball, x, z = line_case()
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "z must have the shape of x", {"z": z[:, :1]}),
-        (TypeError, "z must be a floating-point", {"z": z.to(torch.uint8)}),
+        (TypeError, "z must be a floating-point", {"z": z.to(torch.int32)}),
         (ValueError, "x has NaN", {"x": x * math.nan}),
         (ValueError, "eps has 2 values for 1", {"ball": ball.at(torch.tensor([0.1, 0.2]))}),
         (ValueError, "exact", {"exact": "some"}),

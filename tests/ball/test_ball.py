@@ -44,7 +44,7 @@ def test_bad_images_are_refused(
             ValueError,
             r"must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)",
         ),
-        ((255 * image()).to(torch.uint8), image(), TypeError, r"float\(\) / 255"),
+        ((255 * image()).to(torch.int32), image(), TypeError, r"float\(\) / 255"),
         (image().tolist(), image(), TypeError, "must be a torch.Tensor"),  # type: ignore[list-item]
         (torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 0, 4), ValueError, "empty image"),
         (image(), image().to("meta"), ValueError, "is on meta but x is on cpu"),
@@ -149,6 +149,21 @@ def test_window_larger_than_the_image_is_a_full_plan() -> None:
     wide = wball.WassersteinBall(0.2, wball.GridCost(21)).project(x, w)
     dense = wball.WassersteinBall(0.2, wball.DenseCost(matrix)).project(x, w)
     torch.testing.assert_close(wide.objective, dense.objective, atol=1e-5, rtol=1e-5)
+
+
+def test_eight_bit_images_are_divided_by_255() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    x, z = torch.randint(0, 256, (2, 2, 1, 4, 4), dtype=torch.uint8)
+    y = torch.tensor([0, 1])
+
+    def answers(ball: Any, x: Tensor, z: Tensor) -> list[Tensor]:
+        attack, proof = wball.PGD(ball, steps=2), wball.certify(model, x, y, ball)
+        found = [ball.project(x, z).point, ball.distance(x, z), attack(model, x, y).images]
+        return [*found, wball.audit(ball, x, z).distance, proof.margin]
+
+    for ball in (BALL, wball.LinfBall(0.1)):
+        floats = answers(ball, x / 255, z / 255)
+        assert all(map(torch.equal, answers(ball, x, z), floats))
 
 
 def test_non_contiguous_and_channels_last() -> None:

@@ -159,6 +159,15 @@ def test_evaluate_writes_results_examples_and_a_report(
     assert content["model"] == "halves" and content["curve"][0]["accuracy"] == 1.0
 
 
+def test_a_target_is_the_only_success(here: Path, capsys: Capture) -> None:
+    assert said(capsys, *HALVES, "--target", "1")[0] == 0
+    result = load_evaluation(here / "o")
+    assert result.settings["attack"]["target"] == 1
+    model = choices.called("mine.py:halves", choices.find("mine.py:halves"))
+    assert set(model(result.examples["adversarial"]).argmax(1).tolist()) == {1}
+    assert said(capsys, *HALVES, "--target", "7")[0] == 2
+
+
 def test_several_models_and_a_report_of_their_results(here: Path, capsys: Capture) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

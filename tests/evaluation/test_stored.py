@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from wball.report.figures import save_figures
 from wball.storage.files import Log
 
 
-def test_saved_and_read_back(tmp_path: Path) -> None:
+def test_saved_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem()
     result = measure(model, x, y, out=tmp_path / "a", command="made by a test", data="spots")
     again = load_evaluation(tmp_path / "a")
@@ -33,6 +35,8 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
     before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
     measure(model, x, y, out=tmp_path / "a", data="spots")
     assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    assert again.to_pandas()["label"] == y.tolist()
     with pytest.raises(OtherSettings, match="a different seed"):
         measure(model, x, y, out=tmp_path / "a", data="spots", seed=1)
     with pytest.raises(OtherSettings, match="sha256"):

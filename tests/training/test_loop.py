@@ -334,7 +334,7 @@ MODEL, (X, Y) = small_model(), small_data(4)
         (lambda: Optimisation(clip=-1.0), "clip must be > 0"),
         (lambda: Optimisation(weight_decay=-1.0), "weight_decay must be"),
         (lambda: Optimisation(drop_epochs=-1), "drop_epochs must be"),
-        (lambda: accuracy(MODEL, (X * 255).byte(), Y), r"use x.float\(\) / 255"),
+        (lambda: accuracy(MODEL, (X * 255).int(), Y), r"use x.float\(\) / 255"),
         (lambda: accuracy(MODEL, X, Y[:2]), "give one label per image, and some images"),
         (lambda: accuracy(MODEL, X[:0], Y[:0]), "give one label per image, and some images"),
         (lambda: verified_accuracy(MODEL, X, Y, -0.1), r"eps must be finite and >= 0, got -0\.1"),

@@ -200,6 +200,8 @@ class Attack(ABC):
         levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they
             survive being stored (256: as 8-bit images); the images must be on the levels, too
             (:mod:`wball.attacks.levels`).
+        target: class that every image shall be predicted as; ``None`` for any wrong class. A call
+            with ``target`` sets one class per image instead.
     """
 
     ball: Ball
@@ -208,6 +210,7 @@ class Attack(ABC):
     progress: bool | None = None
     proofs: bool = False
     levels: int | None = None
+    target: int | None = None
 
     def __post_init__(self) -> None:
         if self.levels is not None:
@@ -248,7 +251,9 @@ class Attack(ABC):
         plain: dict[str, Any] = {"name": type(self).__name__}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("ball", "progress", "check", "proofs", "view"):
+            if item.name in ("ball", "progress", "check", "proofs", "view") or (
+                item.name == "target" and value is None
+            ):
                 continue
             if is_dataclass(value) and not isinstance(value, type):
                 value = {"name": type(value).__name__, **asdict(value)}
@@ -278,6 +283,8 @@ class Attack(ABC):
         inputs.check_generator(generator)
         x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
         y = check_labels("y", y, x)
+        if target is None and self.target is not None:
+            target = torch.full_like(y, self.target)
         target = None if target is None else check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
         x = x.to(result_dtype(x))

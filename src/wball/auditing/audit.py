@@ -165,7 +165,7 @@ def audit(
     inputs.check_count("sample", sample, least=0)
     inputs.check_count("workers", workers)
     x = inputs.check_images("x", x, ball.box)
-    check_point(z, x)
+    z = check_point(z, x)
     inputs.check_eps_count(ball.eps, len(x))
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(len(x)).clone()
     if plan is None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from wball.auditing.flows import Array, Index, ListedMoves, Matching, list_moves, match
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
+from wball.inputs import as_pixels
 from wball.plan import StoredPlan
 
 MASS_TOL = 1e-5
@@ -88,13 +89,15 @@ class Violations:
         )
 
 
-def check_point(z: Tensor, x: Tensor) -> None:
-    """Raise unless ``z`` has the type and shape of ``x``; its contents are not checked."""
+def check_point(z: Tensor, x: Tensor) -> Tensor:
+    """``z`` as floating-point pixels, if it has the shape of ``x``; its values are not checked."""
+    z = as_pixels(z)
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
         raise TypeError(f"z must be a floating-point torch.Tensor, got {kind}")
     if z.shape != x.shape:
         raise ValueError(f"z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
+    return z
 
 
 def half_ulp(z: Tensor) -> float:

@@ -287,6 +287,7 @@ class WassersteinBall(Ball):
         time_limit: float = TIME_LIMIT,
     ) -> ProjectionResult:
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        w = inputs.as_pixels(w)
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
         problem = self.problem(inputs.check_images("x", x, self.box, w=w, **duals))
         return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
@@ -306,7 +307,7 @@ class WassersteinBall(Ball):
         where it proves none.
         """
         x = inputs.check_images("x", x, self.box)
-        check_point(z, x)
+        z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         relative = self.mass == "relative"
         return transport_violations(
@@ -394,6 +395,7 @@ class LinfBall(Ball):
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
         """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg``
         plays no role."""
+        x = inputs.as_pixels(x)
         low, high = self.bounds(x)
         g = inputs.check_like("g", g, x).detach()
         point = torch.where(
@@ -406,7 +408,7 @@ class LinfBall(Ball):
     def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
         """The nearest point: clip every pixel to its interval. ``reg`` plays no role."""
         low, high = self.bounds(x)
-        w = inputs.check_like("w", w, x).detach()
+        w = inputs.check_like("w", inputs.as_pixels(w), x).detach()
         point = torch.minimum(torch.maximum(w, low), high).to(low)
         objective = 0.5 * (w.to(torch.float64) - point.to(torch.float64)).flatten(1).square().sum(1)
         zero = torch.zeros_like(objective)
@@ -418,7 +420,7 @@ class LinfBall(Ball):
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
         x = inputs.check_images("x", x, self.box)
-        inputs.check_like("z", z, x)
+        z = inputs.check_like("z", inputs.as_pixels(z), x)
         return (
             (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
         )
@@ -429,7 +431,7 @@ class LinfBall(Ball):
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
         plays no role."""
         x = inputs.check_images("x", x, self.box)
-        check_point(z, x)
+        z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         change = (
             (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64))

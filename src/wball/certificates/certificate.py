@@ -271,7 +271,8 @@ def _certify(
     step = effort.batch_size or _images_at_once(x)
     margins, cleans, known, times = [], [], [], []
     seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
-    title = f"certify, {effort.method}, estimate {seconds:.0f} s"
+    most = f"at most {x.shape[0] * effort.time_limit:.0f} s"
+    title = f"certify, {effort.method}, estimate {seconds:.0f} s, {most}"
     with bar(title, x.shape[0], "of the images", show=effort.progress) as shown:
         for index in torch.arange(x.shape[0], device=x.device).split(step):
             start = time.monotonic()

@@ -90,7 +90,7 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
 
 
 def _images(x: Tensor) -> Tensor:
-    inputs.check_tensor("x", x)
+    x = inputs.check_tensor("x", inputs.as_pixels(x))
     if x.ndim != 4:
         raise ValueError(
             f"x must be images (B, C, H, W) to have flows between neighbours, got {tuple(x.shape)}"

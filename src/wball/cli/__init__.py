@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -37,8 +36,8 @@ WRONG_INPUT = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if find_spec("typer") is None:
-        return _fail("the command line needs typer: pip install typer", BAD_INPUT)
+    if "--verbose" in line:  # an option of all commands: it may follow the command's name
+        line.insert(0, line.pop(line.index("--verbose")))
     try:
         import typer  # here, so that an interruption of the imports is reported, too
 

@@ -27,9 +27,6 @@ app = typer.Typer(
 )
 
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="log each step to stderr")]
-
-
 def _version(show: bool) -> None:
     if show:
         from wball import __version__
@@ -43,8 +40,13 @@ def _all(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="log each step to stderr, for any command")
+    ] = False,
 ) -> None:
-    pass
+    if verbose:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("wball").setLevel(logging.INFO)
 
 
 def command(function: Callable[..., int]) -> Callable[..., int]:
@@ -63,15 +65,8 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
                 name, Parameter.KEYWORD_ONLY, default=default, annotation=option
             )
 
-    parameters["verbose"] = Parameter(
-        "verbose", Parameter.KEYWORD_ONLY, default=False, annotation=Verbose
-    )
-
     @wraps(function)
-    def run(*, verbose: bool, **given: Any) -> int:
-        if verbose:
-            logging.basicConfig(format="%(name)s: %(message)s")
-            logging.getLogger("wball").setLevel(logging.INFO)
+    def run(**given: Any) -> int:
         made = {
             name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
             for name, kind in groups.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,14 @@ def evaluate(
     certify: Annotated[
         bool, typer.Option("--certify", help="also compute certified accuracy (slow on a CPU)")
     ] = False,
+    target: Annotated[
+        int | None,
+        typer.Option(
+            "--target",
+            metavar="CLASS",
+            help="targeted attack: images are broken if predicted as this class number",
+        ),
+    ] = None,
     window: options.Window = 5,
     pictures: options.DataChoice,
     files: options.ModelFiles,
@@ -83,10 +92,13 @@ def evaluate(
     wanted = [Requirement.parse(text) for text in require or ()]
     given = choices.radii(eps) if eps is not None else None
     threat, where = choices.ball(given[-1] if given else 1.0, window), choices.device(device)
-    searched = choices.attack(attack, threat)
+    searched = replace(choices.attack(attack, threat), target=target)
     with choices.prints_aside(as_json):
         made = load_models(models, files, where)
         images = choices.load_images(pictures, where, seed, streamed=True)
+        if target is not None:
+            others = (images.y != target).nonzero().squeeze(1).tolist()
+            images = images.take(others, f"{images.name}, without class {target}")
         for net, _ in made:
             probe(net, images.x, images.y)
     base = out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))

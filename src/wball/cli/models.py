@@ -49,7 +49,7 @@ def load_models(
     """Load the models onto a device, in evaluation mode, each with a name of its own."""
     made = []
     for spec in given:
-        model, name = _load(spec, how.architecture)
+        model, name = load_one(spec, how.architecture)
         model = _normalized(model, how.mean, how.std)
         if hasattr(model, "eval") and hasattr(model, "to"):
             model = model.to(where).eval()
@@ -62,12 +62,8 @@ def load_models(
     return [(model, name) for (model, _), name in zip(made, names, strict=True)]
 
 
-def load_model(spec: str, architecture: str | None = None) -> Any:
-    """The model that the command line names."""
-    return _load(spec, architecture)[0]
-
-
-def _load(spec: str, architecture: str | None) -> tuple[Any, str]:
+def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
+    """The model that the command line names, and its name."""
     from wball.zoo import list_models, load_model, public_models
 
     suffix = Path(spec).suffix.lower()

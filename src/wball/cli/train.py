@@ -11,7 +11,7 @@ import typer
 
 from wball.cli import choices, options
 from wball.cli.app import command
-from wball.cli.models import load_model, own_network
+from wball.cli.models import load_one, own_network
 from wball.storage.names import printable
 
 
@@ -109,7 +109,7 @@ def train(
     config = config if data is None else replace(config, dataset=OWN)
     network = None if model is None else own_network("--model", model)
     config = config if model is None else replace(config, architecture=OWN)
-    guide = None if teacher is None else load_model(teacher)
+    guide = None if teacher is None else load_one(teacher)[0]
     given = [choices.setting(c) for c in change or []]
     options_given = (("epochs", epochs), ("batch_size", batch_size), ("name", name))
     given += [(path, value) for path, value in options_given if value is not None]

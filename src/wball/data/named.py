@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wball.data.tensors import PathLike, as_floats
+from wball import inputs
+from wball.data.tensors import PathLike
 
 Split = Literal["train", "test"]
 
@@ -143,7 +144,7 @@ def load_dataset(
             f"{info.title} ({split}) has a label {top}, above {len(info.classes) - 1}: the file is corrupted; "
             "delete it and download it again"
         )
-    return as_floats(pixels, device, dtype), labels.to(device=device, dtype=torch.long)
+    return pixels.to(device).to(dtype).div_(255), labels.to(device=device, dtype=torch.long)
 
 
 def load_sample(
@@ -171,7 +172,7 @@ def load_sample(
         raise ValueError(
             f"there is no bundled sample of {name!r}, only of mnist and cifar10; use load_dataset({name!r}, root)"
         )
-    return as_floats(x, device, torch.float32), y.to(device=device, dtype=torch.long)
+    return inputs.as_pixels(x.to(device)), y.to(device=device, dtype=torch.long)
 
 
 def _unpacked(content: bytes) -> tuple[Tensor, Tensor]:

@@ -64,9 +64,8 @@ def to_tensors(
         )
     x, y = torch.cat(images)[:limit], torch.cat(labels)[:limit]
     device = device if device is not None else x.device
-    if x.dtype == torch.uint8:
-        x = as_floats(x, device, torch.float32)
-    elif not x.is_floating_point():
+    x = inputs.as_pixels(x.to(device))
+    if not x.is_floating_point():
         raise TypeError(
             f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]"
         )
@@ -97,7 +96,7 @@ def to_tensors(
         raise ValueError(
             f"data has labels from {y.min().item():g} to {y.max().item():g}; they must be class numbers 0, 1, 2, ..."
         )
-    return x.to(device), numbers
+    return x, numbers
 
 
 def class_names(data: Any) -> list[str] | None:
@@ -112,11 +111,6 @@ def class_names(data: Any) -> list[str] | None:
     )
     names = getattr(labels[0], "names", None) if labels else getattr(data, "classes", None)
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
-
-
-def as_floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers in [0, 1]; they travel as bytes."""
-    return pixels.to(device).to(dtype).div_(255)
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor:

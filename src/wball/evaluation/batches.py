@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.attack import Task
 from wball.attacks.findings import FEW_SURVIVORS, Finding, merged
@@ -36,7 +37,7 @@ from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
-from wball.storage.files import Log, as_bytes, as_pixels, json_checksum, read_tensors, write_tensors
+from wball.storage.files import Log, as_bytes, json_checksum, read_tensors, write_tensors
 
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
@@ -184,7 +185,7 @@ class Batches:
         found = {} if not isinstance(notes, dict) else {key: notes.get(key) for key in identity}
         if found != identity or state.keys() != COLUMNS.keys() - {"radius"} | IMAGES:
             raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
-        return {name: as_pixels(values) for name, values in state.items()}, notes
+        return {name: inputs.as_pixels(values) for name, values in state.items()}, notes
 
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:

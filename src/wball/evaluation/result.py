@@ -26,9 +26,9 @@ from wball.evaluation.requirements import (
     Requirement,
     confidence_interval,
 )
+from wball.inputs import as_pixels
 from wball.storage.files import (
     as_bytes,
-    as_pixels,
     read_json,
     read_sealed,
     read_tensors,
@@ -433,14 +433,12 @@ class Evaluation(Summarised):
                 files[name] = write_tensors(folder / name, packed)
         write_sealed(folder / RESULTS, {**self.to_dict(), "files": files})
 
-    def report(
-        self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None
-    ) -> Path:
+    def report(self, path: str | os.PathLike[str], *others: Evaluation) -> Path:
         """Write a report, one self-contained HTML file, or a LaTeX table if ``path`` ends in .tex.
 
         ``others`` are compared with this evaluation.
         """
-        written: Path = _view("report")([self, *others], path, title=title)
+        written: Path = _view("report")([self, *others], path)
         return written
 
     def table(self) -> Table:

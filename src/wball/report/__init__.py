@@ -21,8 +21,6 @@ def write_report(
     evaluations: Sequence[Evaluation],
     path: str | os.PathLike[str],
     *,
-    title: str | None = None,
-    images: int = 200,
     requirements: Sequence[str | Requirement] = (),
 ) -> Path:
     """Write a report on one evaluation, or a comparison of several, and return its path.
@@ -30,10 +28,8 @@ def write_report(
     Args:
         evaluations: what to show; several are ranked, and must have radii in the same unit.
         path: the file to write, ``.html``; ``.tex`` for a table of robust accuracy in LaTeX.
-        title: its heading.
         requirements: a banner shows whether every evaluation meets them
             (:meth:`wball.Evaluation.check`).
-        images: largest number of images in the gallery, over all evaluations.
     """
     if (missing := why_not()) is not None:
         raise ImportError(missing)
@@ -49,7 +45,7 @@ def write_report(
         return path
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"path must end in .html or .tex, got {path}")
-    content = make_content(evaluations, title, images, requirements)
+    content = make_content(evaluations, requirements)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -19,13 +19,13 @@ from wball.report.ranking import Ranking, median_distance, rank, ranking_csv, sh
 from wball.report.transport import plan_moves
 
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
+IMAGES = 200
+"""Largest number of images in the gallery, over all evaluations."""
 TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 
 def make_content(
     evaluations: Sequence[Evaluation],
-    title: str | None,
-    images: int,
     requirements: Sequence[str | Requirement] = (),
 ) -> dict[str, Any]:
     """The variables of ``template.html``; ``data`` is what the page's script gets.
@@ -44,10 +44,12 @@ def make_content(
     names = [row.name for row in ranking.rows]
     evaluations = [evaluations[row.index] for row in ranking.rows]
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
-    each = max(1, images // len(evaluations))
+    kinds = {e.settings["ball"]["kind"] for e in evaluations}
+    subject = f"{'Wasserstein a' if kinds == {'WassersteinBall'} else 'A'}dversarial robustness"
+    each = max(1, IMAGES // len(evaluations))
     return {
         "decision": _decision(evaluations, names, requirements),
-        "title": title or f"{_subject(evaluations)}: {_together(names)}",
+        "title": f"{subject}: {names[0] if len(names) == 1 else f'{len(names)} models'}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "scale": scale,
@@ -65,7 +67,9 @@ def make_content(
             (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)),
             key=lambda card: list(OUTCOMES).index(card["outcome"]),
         ),
-        "classes": _classes(evaluations),
+        "classes": list(
+            dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"])
+        ),
         "outcomes": OUTCOMES,
         "tone": TONE,
         "explorable": any(_explored(e).numel() for e in evaluations),
@@ -120,19 +124,6 @@ def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
         seen[e.name] = seen.get(e.name, 0) + 1
         names.append(e.name if seen[e.name] == 1 else f"{e.name} ({seen[e.name]})")
     return names
-
-
-def _subject(evaluations: Sequence[Evaluation]) -> str:
-    kinds = {e.settings["ball"]["kind"] for e in evaluations}
-    return f"{'Wasserstein a' if kinds == {'WassersteinBall'} else 'A'}dversarial robustness"
-
-
-def _together(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} models"
-
-
-def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
-    return list(dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"]))
 
 
 def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
@@ -192,11 +183,7 @@ def _threat(ball: dict[str, Any]) -> str:
         moves = f"moves within {ball['window']} × {ball['window']} pixels, charged by distance"
         moves += "" if ball["p"] == 1 else f" to the power {ball['p']:g}"
     else:
-        moves = (
-            "moves charged by a table of costs"
-            if ball["cost"] == "table"
-            else "moves charged by a matrix of costs"
-        )
+        moves = f"moves charged by a {ball['cost']} of costs"
     unit = (
         "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
     )

@@ -64,7 +64,7 @@ def distance(
     """
     if plans not in ("window", "full"):
         raise ValueError(f'plans must be "window" or "full", got {plans!r}')
-    z = inputs.check_like("z", z, x)
+    z = inputs.check_like("z", inputs.as_pixels(z), x)
     start, end = to_planes(x).cpu(), to_planes(z).cpu()
     height, width = (int(side) for side in start.shape[2:])
     if plans == "full":

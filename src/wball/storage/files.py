@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch import distributed as dist
 
+from wball.inputs import as_pixels
 from wball.provenance import fingerprint
 
 LOGGER = logging.getLogger("wball")
@@ -231,11 +232,6 @@ def as_bytes(images: Tensor) -> Tensor:
         return images
     packed = (images * 255).round().nan_to_num(0).clamp(0, 255).to(torch.uint8)
     return packed if torch.equal(as_pixels(packed), images) else images
-
-
-def as_pixels(stored: Tensor) -> Tensor:
-    """The images that :func:`as_bytes` stored."""
-    return stored.to(torch.float32).div_(255) if stored.dtype == torch.uint8 else stored
 
 
 class Log:

@@ -250,6 +250,7 @@ def _counted(
     chunk: int = CHUNK,
 ) -> float:
     world = current()
+    x = inputs.as_pixels(x)
     inputs.check_layout("x", x)
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
