@@ -30,13 +30,13 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def mnist_source(server: Server, *mirrors: str) -> fetch.Source:
+def mnist_source(server: Server, *mirrors: str) -> fetch.Mirrors:
     images, labels = digits(50)
     for prefix in ("train", "t10k"):
         server.files[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(idx(images), mtime=0)
         server.files[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(idx(labels), mtime=0)
     sums = {name: hashlib.md5(content).hexdigest() for name, content in server.files.items()}
-    return fetch.Source(mirrors or (server.url,), sums, "mnist")
+    return fetch.Mirrors(mirrors or (server.url,), sums, "mnist")
 
 
 def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -> None:
@@ -169,10 +169,10 @@ def tar(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes
     return buffer.getvalue()
 
 
-def cifar10_source(server: Server, archive: bytes) -> fetch.Source:
+def cifar10_source(server: Server, archive: bytes) -> fetch.Mirrors:
     server.files["cifar-10-binary.tar.gz"] = archive
     sums = {"cifar-10-binary.tar.gz": hashlib.md5(archive).hexdigest()}
-    return fetch.Source((server.url,), sums, "cifar-10-batches-bin")
+    return fetch.Mirrors((server.url,), sums, "cifar-10-batches-bin")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ _FAILED = (
 
 
 @dataclass(frozen=True)
-class Source:
+class Mirrors:
     """The origin of a data set: mirrors in order of preference, and the MD5 of each file."""
 
     mirrors: tuple[str, ...]
@@ -42,7 +42,7 @@ class Source:
 
 
 SOURCES = {
-    "mnist": Source(
+    "mnist": Mirrors(
         (
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -56,7 +56,7 @@ SOURCES = {
         },
         "mnist",
     ),
-    "fashion-mnist": Source(
+    "fashion-mnist": Mirrors(
         (
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
             "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
@@ -69,7 +69,7 @@ SOURCES = {
         },
         "fashion-mnist",
     ),
-    "cifar10": Source(
+    "cifar10": Mirrors(
         ("https://www.cs.toronto.edu/~kriz/",),
         {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         "cifar-10-batches-bin",
@@ -85,7 +85,7 @@ def download(
     name: str,
     root: str | os.PathLike[str],
     *,
-    source: Source | None = None,
+    source: Mirrors | None = None,
     progress: Progress | None = None,
     timeout: float = 30.0,
 ) -> Path:
@@ -119,7 +119,7 @@ def download(
     return folder
 
 
-def _complete(source: Source, folder: Path) -> bool:
+def _complete(source: Mirrors, folder: Path) -> bool:
     if any(file.endswith(".tar.gz") for file in source.files):
         batches = [folder / name for name in _CIFAR10_BATCHES]
         return all(b.is_file() and b.stat().st_size == _CIFAR10_BATCH_BYTES for b in batches)

@@ -32,7 +32,7 @@ from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
-from wball.kernels.column_problem import Best, Linear, Problem, Quadratic, Tolerance
+from wball.kernels.column_problem import Best, LinearColumns, Problem, QuadraticColumns, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.plan import Plan
@@ -378,7 +378,7 @@ def test_proximal_newton(kernel: str, form: str, name: str) -> None:
     moves = case.arcs(x)
     mass = x.sum((1, 2, 3))
     tau = 0 * mass if exact else 0 * mass + 1e-3 if linear else mass / 1e3
-    columns = Linear(w - x, lo, hi) if linear else Quadratic(w, lo, hi)
+    columns = LinearColumns(w - x, lo, hi) if linear else QuadraticColumns(w, lo, hi)
     centre = columns.objective(x)
     offset = -centre if linear else 0 * mass
     floor = 1e-2 * tol * ((w - x).abs() * x).sum((1, 2, 3)) if linear else tol**2 * centre

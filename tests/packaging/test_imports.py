@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,9 @@ def test_documented_modules_resolve_after_import_wball() -> None:
         "assert not hasattr(wball.attacks.adapters, 'nothing') and callable(wball.audit)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    files = (ROOT / "src").rglob("*.py")
+    names = [name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.M)]
+    assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})

@@ -43,7 +43,7 @@ def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: StoredPlan | T
         plan: a plan of each image: in factors, or its arcs, ``(B, C, K, H, W)`` in the order of
             ``cost.moves``.
     """
-    moves = _Moves(cost, x)
+    moves = _MoveTable(cost, x)
     batch = x.shape[0]
     given = _factors(plan, x) if isinstance(plan, FactoredPlan) else [_arcs(plan, x, moves.listed)]
     flows = _factored_flow if isinstance(plan, FactoredPlan) else _listed_flow
@@ -83,7 +83,7 @@ def _factors(plan: FactoredPlan, x: Tensor) -> list[Tensor]:
     return list((values | images).values())
 
 
-class _Moves:
+class _MoveTable:
     """Every move out of a pixel, as tensors ``(K, n)``.
 
     Entry ``[k, i]`` is the ``k``-th move from pixel ``i``. First come the ``listed`` moves of the
@@ -135,7 +135,7 @@ class _Moves:
 
 
 def _factored_flow(
-    moves: _Moves,
+    moves: _MoveTable,
     x: Tensor,
     psi: Tensor,
     scale: Tensor,
@@ -155,7 +155,7 @@ def _factored_flow(
     return (flow - moves.turned(flow)).clamp_(min=0)
 
 
-def _listed_flow(moves: _Moves, x: Tensor, listed: Tensor) -> Tensor:
+def _listed_flow(moves: _MoveTable, x: Tensor, listed: Tensor) -> Tensor:
     """The flow of a plan that lists its moves; NaN on moves that do not exist."""
     n = moves.target.shape[1]
     given = listed.reshape(-1, moves.listed, n).abs()
@@ -164,7 +164,7 @@ def _listed_flow(moves: _Moves, x: Tensor, listed: Tensor) -> Tensor:
     return flow.masked_fill_(~moves.exists & (flow != 0), math.nan)
 
 
-def _bound(moves: _Moves, x: Tensor, z: Tensor, flow: Tensor) -> Tensor:
+def _bound(moves: _MoveTable, x: Tensor, z: Tensor, flow: Tensor) -> Tensor:
     """The cost of a flow ``>= 0`` with missing mass; inf if it does not turn ``x`` into ``z``."""
     flow = flow.masked_fill(moves.stays & moves.exists, 0.0)
     before, after = (values.reshape(len(flow), -1) for values in (x, z))

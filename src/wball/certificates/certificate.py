@@ -60,7 +60,7 @@ ROOM = 0.8
 
 
 @dataclass(frozen=True)
-class Effort:
+class CertifySettings:
     """Checked settings of :func:`certify`, which documents them."""
 
     method: Method
@@ -246,7 +246,7 @@ def certify(
         progress: show a bar on stderr; ``None`` shows it on a terminal and in a notebook.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, batch_size, time_limit, progress)
+    effort = CertifySettings(method, plans, steps, batch_size, time_limit, progress)
     graph = _traced(model, x, effort)
     if graph is None:
         clean = _clean_margin(model, x, y)
@@ -262,7 +262,7 @@ def _certify(
     x: Tensor,
     y: Tensor,
     ball: Ball,
-    effort: Effort,
+    effort: CertifySettings,
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a traced model."""
     if x.shape[0] == 0:
@@ -277,7 +277,7 @@ def _certify(
         for index in torch.arange(x.shape[0], device=x.device).split(step):
             start = time.monotonic()
             clean = _clean_margin(model, x[index], y[index])
-            batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean)
+            batch = _BoundedBatch(graph, x[index], y[index], ball.take(index), effort, clean)
             share = 0.5 if effort.method == "complete" else 1.0  # the rest is for the search
             batch.deadline = start + share * effort.time_limit * index.shape[0]
             shown.stage(index.shape[0], title)
@@ -296,7 +296,7 @@ def _certify(
 
 
 def _result(
-    clean: Tensor, margin: Tensor, effort: Effort, kernel: str, seconds: Tensor
+    clean: Tensor, margin: Tensor, effort: CertifySettings, kernel: str, seconds: Tensor
 ) -> CertificateResult:
     """What bounds of the margins, and the margins of the images themselves, say."""
     certified = (margin > 0) & (clean > 0)
@@ -378,7 +378,7 @@ def certified_radius(
     The other arguments are those of :func:`certify`.
     """
     x, y = _check(x, y, ball)
-    effort = Effort(method, plans, steps, batch_size, time_limit, False)
+    effort = CertifySettings(method, plans, steps, batch_size, time_limit, False)
     inputs.check_count("rounds", rounds)
     end = time.monotonic() + time_limit * x.shape[0]
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
@@ -428,7 +428,7 @@ def _next_radius(clean: Tensor, low: Tensor, high: Tensor, taken: Tensor, lost: 
     return torch.where(bounded, torch.where(certified, inside, 0.95 * root.clamp(max=high)), beyond)
 
 
-def _traced(model: nn.Module, x: Tensor, effort: Effort) -> Graph | None:
+def _traced(model: nn.Module, x: Tensor, effort: CertifySettings) -> Graph | None:
     """The graph of a model; ``None`` with a warning if nothing can be certified in time."""
 
     def check(graph: Graph) -> None:
@@ -498,7 +498,7 @@ def _numbers_at_once(x: Tensor) -> int:
     return min(2**29, max(2**22, free_bytes(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
-class _Batch:
+class _BoundedBatch:
     """One batch of images and the bounds found so far."""
 
     def __init__(
@@ -507,7 +507,7 @@ class _Batch:
         x: Tensor,
         y: Tensor,
         ball: Ball,
-        effort: Effort,
+        effort: CertifySettings,
         clean: Tensor,
     ) -> None:
         self.graph, self.x, self.y, self.ball, self.effort = graph, x, y, ball, effort

@@ -66,7 +66,7 @@ def device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Images:
+class LoadedImages:
     """Images with labels, their name, the names of the classes if known, and their sources.
 
     A large data set is a view of a stream, which reads images on demand; all labels are read.
@@ -78,14 +78,14 @@ class Images:
     classes: Sequence[str] | None
     sources: Sequence[str]
 
-    def take(self, index: Sequence[int], name: str) -> Images:
+    def take(self, index: Sequence[int], name: str) -> LoadedImages:
         """A subset of the images."""
         import torch
 
         chosen = list(index)
         x = self.x[chosen] if isinstance(self.x, torch.Tensor) else self.x.only(chosen)
         sources = [self.sources[k] for k in chosen]
-        return Images(x, self.y[chosen], name, self.classes, sources)
+        return LoadedImages(x, self.y[chosen], name, self.classes, sources)
 
 
 def load_images(
@@ -96,7 +96,7 @@ def load_images(
     split: str = "test",
     default_limit: int | None = None,
     streamed: bool = False,
-) -> Images:
+) -> LoadedImages:
     """Load the images, or a sample of ``--limit`` of them.
 
     With ``streamed``, a data set that is too large for memory is read on demand.
@@ -118,7 +118,7 @@ def load_images(
         raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
     names = None if classes is None else [printable(c) for c in classes]
     sources = [printable(source_name(data, k)) for k in range(len(y))]
-    images = Images(x, y, printable(name), names, sources)
+    images = LoadedImages(x, y, printable(name), names, sources)
     if limit is not None and limit < len(y):
         name = f"{images.name}, a stratified sample of {limit} of {len(y)} (seed {seed})"
         images = images.take(stratified_sample(y, limit, seed).tolist(), name)
@@ -221,7 +221,7 @@ def radii(text: str) -> list[float]:
 
 
 def sensible_radii(
-    models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int
+    models: Sequence[Model], images: LoadedImages, ball: WassersteinBall, seed: int
 ) -> list[float]:
     """Up to five round radii where the accuracy falls, found by a quick attack on a few images."""
     import torch

@@ -143,7 +143,7 @@ def train(
     return 0
 
 
-def _same_classes(train: choices.Images, test: choices.Images) -> None:
+def _same_classes(train: choices.LoadedImages, test: choices.LoadedImages) -> None:
     """Check that both folders have the same classes, which are numbered in the order of names."""
     ours, theirs = train.classes, test.classes
     if ours is not None and theirs is not None and ours != theirs:

@@ -83,7 +83,7 @@ class Columns(ABC):
 
 
 @dataclass(frozen=True)
-class Quadratic(Columns):
+class QuadraticColumns(Columns):
     """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``, smooth enough for Newton's method as it
     is."""
 
@@ -125,7 +125,7 @@ class Quadratic(Columns):
 
 
 @dataclass(frozen=True)
-class Linear(Columns):
+class LinearColumns(Columns):
     """``f(z) = -g z``: ``u = g``, but full columns (``z = hi``) have less and drained ones (``z =
     lo``) more."""
 

@@ -26,7 +26,7 @@ LARGE = 20_000
 
 
 @dataclass(frozen=True)
-class Moves:
+class ShownMoves:
     """The moves of a plan.
 
     Attributes:
@@ -40,7 +40,7 @@ class Moves:
     farthest: float
 
 
-def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
+def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> ShownMoves | None:
     """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls without such moves."""
     if x.numel() > LARGE:
         return None
@@ -51,10 +51,10 @@ def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
     i, j, mass = cheapest_plan(cost, x, z)
     whole = float(x.double().sum())
     if len(mass) == 0 or whole == 0:
-        return Moves([], 0.0, 0.0)
+        return ShownMoves([], 0.0, 0.0)
     moves = np.stack([i // width, i % width, j // width, j % width, mass], 1).astype(np.float64)
     length = np.hypot(moves[:, 2] - moves[:, 0], moves[:, 3] - moves[:, 1])
     heavy = mass >= 1e-3 * mass.sum()
     order = np.argsort(-mass * length, kind="stable")[:SHOWN]
     arrows = [[*(int(v) for v in row[:4]), float(f"{row[4]:.3g}")] for row in moves[order]]
-    return Moves(arrows, float(mass.sum()) / whole, float(length[heavy].max(initial=0.0)))
+    return ShownMoves(arrows, float(mass.sum()) / whole, float(length[heavy].max(initial=0.0)))

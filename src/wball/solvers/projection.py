@@ -28,7 +28,7 @@ from torch import Tensor
 
 from wball.cost import DenseCost, Moves
 from wball.inputs import dot, largest, per_image
-from wball.kernels.column_problem import Deadline, Problem, Quadratic, Tolerance
+from wball.kernels.column_problem import Deadline, Problem, QuadraticColumns, Tolerance
 from wball.kernels.projected_sinkhorn import (
     PARTS,
     Projection,
@@ -173,7 +173,7 @@ def _solved(
     x, target = as_grid(problem.x), as_grid(w)
     none = torch.zeros_like(problem.mass)
     tau = none if exact else problem.mass / effort.reg
-    columns = Quadratic(target, *problem.limits)
+    columns = QuadraticColumns(target, *problem.limits)
     centre = columns.objective(x)  # mass that stays has no entropy
     rounding = 1e-18 * (1 + dot(target, target))
     tolerance = Tolerance(tol, PARTS, none, torch.add(rounding, centre, alpha=tol**2))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from wball.cost import Moves
 from wball.inputs import dot, dot_and_size, largest, per_image
-from wball.kernels.column_problem import Best, Deadline, Linear, Problem, Tolerance
+from wball.kernels.column_problem import Best, Deadline, LinearColumns, Problem, Tolerance
 from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import proximal_newton
 from wball.result import SupportResult
@@ -84,7 +84,7 @@ def _solved(
     floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # a gap this small counts as 0
     tolerance = Tolerance(tol, 0.0, still, floor)
     goal = Problem(
-        grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline
+        grid, budget, moves, LinearColumns(scaled, *problem.limits), tau, exact, tolerance, deadline
     )
     best = goal.at_centre(-still)
     if bool(goal.single.any()):

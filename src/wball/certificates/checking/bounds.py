@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wball.certificates.checking.lines import Lines, lines, values_between
-from wball.certificates.checking.network import UNIT, Affine, Bend, Network, Unfollowed, gamma
+from wball.certificates.checking.lines import LinePair, lines, values_between
+from wball.certificates.checking.network import UNIT, Bend, LinearSum, Network, Unfollowed, gamma
 from wball.certificates.checking.plans import Cube, Transport
 
 CHUNK = 2**24
@@ -47,7 +47,7 @@ Signs = dict[int, Tensor]
 
 
 @dataclass
-class Anchor:
+class ChargedUnits:
     """Units of one activation with their values at the image and the gains of every move."""
 
     unit: Tensor
@@ -93,8 +93,8 @@ class Checker:
     against: Margin | None = None
     low: list[Tensor] = field(default_factory=list)  # of every node, flat
     high: list[Tensor] = field(default_factory=list)
-    anchors: dict[int, Anchor] = field(default_factory=dict)
-    curves: dict[int, Lines] = field(default_factory=dict)
+    anchors: dict[int, ChargedUnits] = field(default_factory=dict)
+    curves: dict[int, LinePair] = field(default_factory=dict)
     reach: dict[int, Tensor] = field(default_factory=dict)  # of the result of every map
     empty: bool = False  # no image is in this part
 
@@ -102,7 +102,7 @@ class Checker:
         for index, node in enumerate(self.network.nodes):
             if node is None:
                 low, high = self.domain.ranges()
-            elif isinstance(node, Affine):
+            elif isinstance(node, LinearSum):
                 low, high = self._intervals(node)
             else:
                 self._bound(index, node)
@@ -121,7 +121,7 @@ class Checker:
 
     # ---- layers
 
-    def _intervals(self, node: Affine) -> tuple[Tensor, Tensor]:
+    def _intervals(self, node: LinearSum) -> tuple[Tensor, Tensor]:
         """Bounds from the ranges of what an affine node reads."""
         centre, radius, size = node.const, torch.zeros_like(node.const), node.summed
         for part in node.maps:
@@ -173,7 +173,7 @@ class Checker:
         bends = (low[unit] < 0) & (high[unit] > 0) & (low[unit] < centre) & (centre < high[unit])
         keep = bends.nonzero()[:, 0][: max(1, KEPT // max(1, gain.shape[1]))]
         if keep.numel():
-            self.anchors[index] = Anchor(unit[keep], centre[keep], gain[keep])
+            self.anchors[index] = ChargedUnits(unit[keep], centre[keep], gain[keep])
 
     def _open(self, bend: Bend, low: Tensor, high: Tensor) -> Tensor:
         """Values whose bounds matter: of activations that may bend, and of curves."""
@@ -266,7 +266,7 @@ class Checker:
             if row is None:
                 continue
             at = self.network.nodes[index]
-            if isinstance(at, Affine):
+            if isinstance(at, LinearSum):
                 const = self._through(at, row, const, pending)
                 continue
             assert isinstance(at, Bend)
@@ -294,7 +294,7 @@ class Checker:
         return const - 2 * UNIT * (1 + 1e-9) * (size @ self.most(node))
 
     def _through(
-        self, node: Affine, rows: Tensor, const: Tensor, pending: dict[int, Tensor]
+        self, node: LinearSum, rows: Tensor, const: Tensor, pending: dict[int, Tensor]
     ) -> Tensor:
         """Rows over an affine node become rows over what it reads; errors are subtracted."""
         size = rows.abs()
@@ -309,7 +309,7 @@ class Checker:
 
     # ---- bends
 
-    def _anchor(self, index: int, bend: Bend) -> Anchor | None:
+    def _anchor(self, index: int, bend: Bend) -> ChargedUnits | None:
         """The anchor of the units that bend and whose value at the image is between their
         bounds."""
         anchor = self.anchors.get(index)
@@ -317,7 +317,7 @@ class Checker:
             return None
         low, high = self.low[bend.before][anchor.unit], self.high[bend.before][anchor.unit]
         keep = (low < 0) & (high > 0) & (low < anchor.centre) & (anchor.centre < high)
-        return Anchor(anchor.unit[keep], anchor.centre[keep], anchor.gain[keep])
+        return ChargedUnits(anchor.unit[keep], anchor.centre[keep], anchor.gain[keep])
 
     def _activation(
         self,
@@ -325,7 +325,7 @@ class Checker:
         bend: Bend,
         row: Tensor,
         const: Tensor,
-        anchor: Anchor | None,
+        anchor: ChargedUnits | None,
         given: Parameters,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Lines below with the given slopes; above the chord, and a share of the anchored bound."""

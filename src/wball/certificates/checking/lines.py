@@ -22,7 +22,7 @@ that entered it."""
 
 
 @dataclass(frozen=True)
-class Curve:
+class SmoothFunction:
     """A function, its derivative, a bound of its second one, and where it turns if it is not
     monotone."""
 
@@ -50,9 +50,9 @@ def _density(v: Tensor) -> Tensor:
 
 
 CURVES = {
-    "sigmoid": Curve(_sigmoid, lambda v: _sigmoid(v) * _sigmoid(-v), 0.09623, 0.0, 1.0),
-    "tanh": Curve(torch.tanh, lambda v: 1 - torch.tanh(v).square(), 0.76981, -1.0, 1.0),
-    "silu": Curve(
+    "sigmoid": SmoothFunction(_sigmoid, lambda v: _sigmoid(v) * _sigmoid(-v), 0.09623, 0.0, 1.0),
+    "tanh": SmoothFunction(torch.tanh, lambda v: 1 - torch.tanh(v).square(), 0.76981, -1.0, 1.0),
+    "silu": SmoothFunction(
         lambda v: v * _sigmoid(v),
         lambda v: _sigmoid(v) * (1 + v * _sigmoid(-v)),
         0.50001,
@@ -60,7 +60,7 @@ CURVES = {
         math.inf,
         (-1.2785, -1.2784),
     ),
-    "gelu": Curve(
+    "gelu": SmoothFunction(
         lambda v: v * _normal(v),
         lambda v: _normal(v) + v * _density(v),
         0.79789,
@@ -74,7 +74,7 @@ tanh. It is largest at 0 for SiLU and GELU."""
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinePair:
     """``under v + under_shift <= f(v) <= over v + over_shift``, flat."""
 
     under: Tensor
@@ -97,7 +97,7 @@ def values_between(curve: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     return least, torch.where(wide, shape.most, most.clamp(max=shape.most))
 
 
-def lines(curve: str, low: Tensor, high: Tensor) -> Lines:
+def lines(curve: str, low: Tensor, high: Tensor) -> LinePair:
     """Of lines with a few slopes the highest one below and the lowest one above, in the middle of
     each interval."""
     middle, width, shape = (low + high) / 2, (high - low).clamp(min=1e-12), CURVES[curve]
@@ -107,7 +107,7 @@ def lines(curve: str, low: Tensor, high: Tensor) -> Lines:
     worth, steep = shape.value(centres), shape.steepness(centres)
     room = ROOM * (1 + low.abs() + high.abs())
     zero, between = torch.zeros_like(middle), values_between(curve, low, high)
-    found = Lines(zero, between[0], zero, between[1])  # what holds anyway
+    found = LinePair(zero, between[0], zero, between[1])  # what holds anyway
     for slope in (chord, shape.steepness(middle), zero, torch.ones_like(chord)):
         gap = worth - slope * centres
         off = ((steep - slope).abs() + room) * half * (1 + 1e-9)
@@ -116,7 +116,7 @@ def lines(curve: str, low: Tensor, high: Tensor) -> Lines:
         least, most = (gap - off).amin(0) - more, (gap + off).amax(0) + more
         higher = least + slope * middle > found.under_shift + found.under * middle
         lower = most + slope * middle < found.over_shift + found.over * middle
-        found = Lines(
+        found = LinePair(
             torch.where(higher, slope, found.under),
             torch.where(higher, least, found.under_shift),
             torch.where(lower, slope, found.over),

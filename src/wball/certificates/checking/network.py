@@ -87,7 +87,7 @@ class Map:
 
 
 @dataclass
-class Affine:
+class LinearSum:
     """A sum of linear maps of earlier nodes and a constant.
 
     Attributes:
@@ -120,7 +120,7 @@ class Network:
 
     graph: Graph
     device: torch.device
-    nodes: list[Affine | Bend | None] = field(default_factory=list)
+    nodes: list[LinearSum | Bend | None] = field(default_factory=list)
     deadline: float = math.inf  # of time.monotonic
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Network:
         return self.graph.logits(image.reshape(shape).to(self.device))[0].cpu()
 
 
-def _node(op: ops.Op, shapes: list[Shape], device: torch.device) -> Affine | Bend | None:
+def _node(op: ops.Op, shapes: list[Shape], device: torch.device) -> LinearSum | Bend | None:
     if isinstance(op, ops.Input):
         return None
     if isinstance(op, ops.Affine):
@@ -156,7 +156,7 @@ def _node(op: ops.Op, shapes: list[Shape], device: torch.device) -> Affine | Ben
     return Bend(op.inputs[0], curve=op.kind)
 
 
-def _affine(op: ops.Affine, shapes: list[Shape], device: torch.device) -> Affine:
+def _affine(op: ops.Affine, shapes: list[Shape], device: torch.device) -> LinearSum:
     zeros = [torch.zeros((1, *shape), dtype=torch.float64, device=device) for shape in shapes]
     const = op.forward(*zeros).detach()
     summed = const.abs()
@@ -176,7 +176,7 @@ def _affine(op: ops.Affine, shapes: list[Shape], device: torch.device) -> Affine
         for k, (source, shape) in enumerate(zip(op.inputs, shapes, strict=True))
     ]
     terms = sum(math.prod(shape) for shape in shapes) + 8
-    return Affine(maps, const.flatten().cpu(), summed.flatten().cpu(), terms)
+    return LinearSum(maps, const.flatten().cpu(), summed.flatten().cpu(), terms)
 
 
 def _absolute(op: ops.Affine) -> Callable[..., Tensor] | None:

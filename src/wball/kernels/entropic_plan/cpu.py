@@ -54,7 +54,7 @@ _RINGS = 13
 _SMALLEST = 1e-200  # a factor of E that may still be multiplied by another
 
 
-class _Settings(NamedTuple):
+class _PlanSettings(NamedTuple):
     """Settings of all images; see :mod:`wball.kernels.entropic_plan`."""
 
     box: Box
@@ -70,7 +70,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     # Always the same types: numba would compile another version for an integer.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
-    settings = _Settings(
+    settings = _PlanSettings(
         Box(lo, hi, slack),
         request.sweeps if box is not None else 0,
         request.newton,

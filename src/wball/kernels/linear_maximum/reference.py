@@ -21,7 +21,7 @@ def linear_maximum(
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     if not point:
-        return _Search(a, x, budget, moves).run(max_iter)[0]
+        return _PriceSearch(a, x, budget, moves).run(max_iter)[0]
     plan, found = maximising_plan(a, x, budget, moves, max_iter=max_iter)
     return replace(found, z=plan.columns())
 
@@ -30,7 +30,7 @@ def maximising_plan(
     a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, max_iter: int = 60
 ) -> tuple[Plan, LinearMaximum]:
     """The maximum and a plan that reaches it."""
-    search = _Search(a, x, budget, moves)
+    search = _PriceSearch(a, x, budget, moves)
     found, low, high = search.run(max_iter)
     dear, cheap = (best_plan(a, x, search.moves, end.psi) for end in (low, high))
     return mixed_plan(dear, cheap, search.budget), found
@@ -70,7 +70,7 @@ class _End:
         )
 
 
-class _Search:
+class _PriceSearch:
     def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves) -> None:
         self.a, self.x, self.moves = a, x, moves.like(a)
         self.budget = budget.to(torch.float64).clamp(min=0.0)

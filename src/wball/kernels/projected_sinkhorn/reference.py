@@ -51,14 +51,14 @@ class _Images(SimpleNamespace):
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    search, step = _Search(problem), 0
+    search, step = _Sweeps(problem), 0
     while len(search.images.place):
         step += 1
         search.sweep(step)
     return search.answer
 
 
-class _Search:
+class _Sweeps:
     def __init__(self, problem: Projection) -> None:
         self.tol, self.max_iter = problem.tol, max(problem.max_iter, 1)
         self.lo, self.hi = problem.ends

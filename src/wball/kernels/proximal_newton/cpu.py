@@ -48,7 +48,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     )
 
 
-class _Settings(NamedTuple):
+class _NewtonSettings(NamedTuple):
     """The settings that depend on the columns, and whether the start is warm."""
 
     method: settings.Method
@@ -68,7 +68,7 @@ class _Shares(NamedTuple):
     part: Any  # (R, K)
 
 
-class _Step(NamedTuple):
+class _ImageStep(NamedTuple):
     """The proximal step of one image."""
 
     sigma: float  # its length
@@ -90,7 +90,7 @@ def proximal_newton(
     n_iter = np.zeros(batch, dtype=np.int64)
     known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
     assert isinstance(problem.moves, StencilMoves)
-    moves, chosen = _window(problem.moves), _Settings(settings.method(problem), warm)
+    moves, chosen = _window(problem.moves), _NewtonSettings(settings.method(problem), warm)
     box, effort = (columns.lo, columns.hi, columns.linear), (max_iter, REPAIR_SWEEPS)
 
     def run(part: slice, stop: NDArray[np.int64]) -> None:
@@ -504,7 +504,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
     exact = p.tau == 0.0
     coldest = math.inf if exact else 1.0 / p.tau
     sigma = min(method.first * (settings.WARM if chosen.warm else 1.0) / _range(u), coldest)
-    step = _Step(sigma, 1.0, centre, end, method)
+    step = _ImageStep(sigma, 1.0, centre, end, method)
     idle, narrow, entropy = 0, math.inf, 0.0
     if psi < 0.0:
         psi = _first_price(p, step, u, found[3], shares, gradient)
@@ -555,7 +555,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
                 copy(flow, best_flow)
         if last or found[0] - found[1] <= allowed(p, goal, found[0], entropy):
             break
-        step = _Step(sigma, precision, centre, end, method)
+        step = _ImageStep(sigma, precision, centre, end, method)
     return steps
 
 
