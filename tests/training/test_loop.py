@@ -24,7 +24,6 @@ from wball.evaluation import FolderInUse
 from wball.storage.weights import save_weights
 from wball.training import (
     Adversary,
-    Loss,
     Optimisation,
     Provable,
     Validation,
@@ -87,7 +86,7 @@ def test_adversarial_training_raises_robust_accuracy() -> None:
     ids=["paper", "frank-wolfe", "linf", "ensemble"],
 )
 def test_any_attack_can_be_the_adversary(attack: PGD) -> None:
-    config = small_config(epochs=1, adversary=Adversary(attack), loss=Loss(clean=0.5))
+    config = small_config(epochs=1, adversary=Adversary(attack))
     before = weights(small_model())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an ensemble does not check the model at each step

@@ -52,7 +52,7 @@ def test_every_loss_sees_the_teacher() -> None:
     model = small_model()
     targets = Teacher(other_model(), small_config(loss=Loss(teacher=0.5)), x, y).targets(x, y)
     for config in (
-        small_config(loss=Loss(clean=0.3, teacher=0.5)),
+        small_config(loss=Loss(teacher=0.5)),
         small_config(adversary=None, smooth=Smooth(0.1), loss=Loss(teacher=0.5)),
     ):
         hard = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1)

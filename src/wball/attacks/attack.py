@@ -31,7 +31,7 @@ from wball.attacks.levels import check_on_levels, rounded
 from wball.ball import Ball, check_ball
 from wball.display import Summarised, percent
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, judge
+from wball.model import Model, as_found, ask, judge
 from wball.plan import StoredPlan
 from wball.progress import Bar
 from wball.result import joined_kernels
@@ -474,6 +474,22 @@ def check_attack(attack: object) -> None:
     """Raise unless this is an attack."""
     if not isinstance(attack, Attack):
         raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
+
+
+def attack_labels(
+    attack: Attack, model: Model, x: Tensor, labels: Tensor, targeted: bool, seed: int
+) -> AttackResult:
+    """Attack as adapters do: ``labels`` are the true classes or, if ``targeted``, those to reach.
+
+    Then the model's own answers stand in for the true classes, which only matter to objectives that
+    compare the two.
+    """
+    generator = torch.Generator(x.device).manual_seed(seed)
+    if not targeted:
+        return attack(model, x, labels, generator=generator)
+    with torch.no_grad(), as_found(model, x.device):
+        own = ask(model, x).argmax(1)
+    return attack(model, x, own, target=labels, generator=generator)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:

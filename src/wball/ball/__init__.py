@@ -27,7 +27,7 @@ from wball.auditing.violations import (
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.display import Summarised
 from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
-from wball.inputs import per_image, result_dtype
+from wball.inputs import largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
@@ -420,10 +420,7 @@ class LinfBall(Ball):
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
         x = inputs.check_images("x", x, self.box)
-        z = inputs.check_like("z", inputs.as_pixels(z), x)
-        return (
-            (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
-        )
+        return _largest_change(x, inputs.check_like("z", inputs.as_pixels(z), x))
 
     def violations(
         self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
@@ -433,12 +430,7 @@ class LinfBall(Ball):
         x = inputs.check_images("x", x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
-        change = (
-            (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64))
-            .flatten(1)
-            .abs()
-            .amax(1)
-        )
+        change = _largest_change(x, z)
         lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return Violations(
             mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
@@ -459,3 +451,8 @@ class LinfBall(Ball):
     def input_set(self, x: Tensor, plans: Plans = "full") -> IntervalSet:
         """The ball as certificates see it; there are no ``plans`` here."""
         return IntervalSet(*self.bounds(x.to(torch.float64)))
+
+
+def _largest_change(x: Tensor, z: Tensor) -> Tensor:
+    """The largest change of a pixel, per image, in float64."""
+    return largest(z.detach().to(x.device, torch.float64) - x.detach())

@@ -94,26 +94,19 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Loss:
-    r"""The loss of clean images ``x`` and adversarial images ``z``.
-
-    .. math:: (1 - c)\, CE(f(z), y) + c\, CE(f(x), y), \qquad c = clean
-
-    Without an adversary this is the cross-entropy of ``x``. With :class:`Smooth`, ``f(z)`` are the
-    raised logits and ``f(x)`` the others.
+    """The labels of the cross-entropy of adversarial images, or of clean ones without an adversary.
 
     Attributes:
-        clean: weight of the clean loss.
         label_smoothing: share of the uniform distribution in the labels.
         teacher: share of a teacher's probabilities in the labels (:class:`~wball.training.losses.Teacher`);
             the network itself is passed to :func:`~wball.training.train`.
     """
 
-    clean: float = 0.0
     label_smoothing: float = 0.0
     teacher: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_share(self, "clean", "label_smoothing", "teacher")
+        _check_share(self, "label_smoothing", "teacher")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,24 +156,12 @@ class Objective(nn.Module):
         elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
             return self._smooth(x, z, y, targets, eps)
         else:
-            loss, right = self._usual(x, z, y, targets)
-        return loss, right.sum(), right
-
-    def _usual(self, x: Tensor, z: Tensor, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self.config.loss.clean == 0 or z is x:
             logits = self._logits(z)
-            return self._cross_entropy(logits, targets), logits.argmax(1) == y
-        # One pass over both halves: batch normalisation sees them together.
-        clean, hard = self._logits(torch.cat([x, z])).chunk(2)
-        return self._mixed(hard, clean, targets), hard.argmax(1) == y
+            loss, right = self._cross_entropy(logits, targets), logits.argmax(1) == y
+        return loss, right.sum(), right
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets, label_smoothing=self.config.loss.label_smoothing)
-
-    def _mixed(self, hard: Tensor, clean: Tensor, targets: Tensor) -> Tensor:
-        share = self.config.loss.clean
-        loss = self._cross_entropy(hard, targets)
-        return (1 - share) * loss + share * self._cross_entropy(clean, targets)
 
     def _smooth(
         self, x: Tensor, z: Tensor, y: Tensor, targets: Tensor, eps: float | Tensor
@@ -183,7 +171,7 @@ class Objective(nn.Module):
         (gradient,) = torch.autograd.grad(_excess(logits, y).sum(), z, create_graph=True)
         own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
         raised = logits + linear_gain(gradient, x, WassersteinBall(eps))[:, None] * (1 - own)
-        loss = self._mixed(raised, logits, targets)
+        loss = self._cross_entropy(raised, targets)
         return loss, (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:

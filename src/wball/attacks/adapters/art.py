@@ -24,7 +24,7 @@ from art.preprocessing.preprocessing import PreprocessorPyTorch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wball.attacks.attack import Attack, AttackResult, check_attack
+from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
 
 Array = NDArray[Any]
 
@@ -57,25 +57,19 @@ class ArtAttack(EvasionAttack):
         """
         if y is None and self.targeted:
             raise ValueError("y must hold the target classes of a targeted attack")
-        own = np.argmax(self.estimator.predict(np.asarray(x, ART_NUMPY_DTYPE)), axis=1)
-        given = (
-            own
-            if y is None
-            else np.argmax(y, axis=1)
-            if np.ndim(y) == 2 and np.shape(y)[1] > 1
-            else np.ravel(y)
-        )
+        if y is None:
+            y = self.estimator.predict(np.asarray(x, ART_NUMPY_DTYPE))
+        rows = np.ndim(y) == 2 and np.shape(y)[1] > 1
+        labels = np.argmax(y, axis=1) if rows else np.ravel(y)
         device = getattr(self.estimator, "device", torch.device("cpu"))
-        images = torch.as_tensor(np.asarray(x), device=device)
-        label, goal = (
-            torch.as_tensor(np.asarray(v), dtype=torch.long, device=device) for v in (own, given)
+        self.result = attack_labels(
+            self.attack,
+            _differentiable(self.estimator),
+            torch.as_tensor(np.asarray(x), device=device),
+            torch.as_tensor(np.asarray(labels), dtype=torch.long, device=device),
+            self.targeted,
+            self.seed,
         )
-        model = _differentiable(self.estimator)
-        generator = torch.Generator(device).manual_seed(self.seed)
-        if self.targeted:
-            self.result = self.attack(model, images, label, target=goal, generator=generator)
-        else:
-            self.result = self.attack(model, images, goal, generator=generator)
         return self.result.images.cpu().numpy().astype(x.dtype)
 
 

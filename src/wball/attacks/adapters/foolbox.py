@@ -22,7 +22,13 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.attack import Attack, AttackResult, check_attack, updated
+from wball.attacks.attack import (
+    Attack,
+    AttackResult,
+    attack_labels,
+    check_attack,
+    updated,
+)
 
 
 class FoolboxAttack(FoolboxBase):
@@ -59,10 +65,19 @@ class FoolboxAttack(FoolboxBase):
             raise ValueError(
                 f"the model's bounds are {bounds} and the ball's box is {self.attack.ball.box}; make them one"
             )
-        label, target = _labels(get_criterion(criterion), images.raw, model)
+        goal = get_criterion(criterion)
+        if not isinstance(goal, (Misclassification, TargetedMisclassification)):
+            raise ValueError(
+                "criterion must be Misclassification or TargetedMisclassification, got "
+                f"{type(goal).__name__}"
+            )
+        targeted = isinstance(goal, TargetedMisclassification)
+        labels = (goal.target_classes if targeted else goal.labels).raw.long()
         radii = list(epsilons) if isinstance(epsilons, Iterable) else [epsilons]
         attacks = [self.attack if eps is None else self.attack.at(float(eps)) for eps in radii]
-        self.results = [self._run(attack, model, images.raw, label, target) for attack in attacks]
+        self.results = [
+            self._run(attack, model, images.raw, labels, targeted) for attack in attacks
+        ]
         found = [restore(ep.astensor(result.images)) for result in self.results]
         success = restore(ep.astensor(torch.stack([result.success for result in self.results])))
         if isinstance(epsilons, Iterable):
@@ -70,23 +85,11 @@ class FoolboxAttack(FoolboxBase):
         return found[0], found[0], success[0]
 
     def _run(
-        self, attack: Attack, model: Model, x: Tensor, y: Tensor, target: Tensor | None
+        self, attack: Attack, model: Model, x: Tensor, labels: Tensor, targeted: bool
     ) -> AttackResult:
-        generator = torch.Generator(x.device).manual_seed(self.seed)
-        best = attack(model, x, y, target=target, generator=generator)
-        for _ in range(self.times - 1):
-            again = attack(model, x, y, target=target, generator=generator)
-            better = again.success & ~best.success
-            best = updated(best, torch.arange(len(x), device=x.device), again, better)
+        every = torch.arange(len(x), device=x.device)
+        best = attack_labels(attack, model, x, labels, targeted, self.seed)
+        for more in range(1, self.times):
+            again = attack_labels(attack, model, x, labels, targeted, self.seed + more)
+            best = updated(best, every, again, again.success & ~best.success)
         return best
-
-
-def _labels(criterion: Any, x: Tensor, model: Model) -> tuple[Tensor, Tensor | None]:
-    if isinstance(criterion, Misclassification):
-        return criterion.labels.raw.long(), None
-    if isinstance(criterion, TargetedMisclassification):
-        with torch.no_grad():
-            return model(x).argmax(1), criterion.target_classes.raw.long()
-    raise ValueError(
-        f"criterion must be Misclassification or TargetedMisclassification, got {type(criterion).__name__}"
-    )

@@ -3,11 +3,10 @@ torchattacks made common."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from wball.attacks.attack import Attack, AttackResult, check_attack
-from wball.model import Model, as_found, ask
+from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
+from wball.model import Model
 
 
 class TorchAttack:
@@ -37,12 +36,7 @@ class TorchAttack:
         self.targeted = True
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        generator = torch.Generator(images.device).manual_seed(self.seed)
-        if self.targeted:
-            # What counts is the target; the true class only matters to objectives that compare the two.
-            with torch.no_grad(), as_found(self.model, images.device):
-                own = ask(self.model, images).argmax(1)
-            self.result = self.attack(self.model, images, own, target=labels, generator=generator)
-        else:
-            self.result = self.attack(self.model, images, labels, generator=generator)
+        self.result = attack_labels(
+            self.attack, self.model, images, labels, self.targeted, self.seed
+        )
         return self.result.images
