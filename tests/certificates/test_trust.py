@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import gc
+import inspect
 import itertools
+import math
+import os
+import random
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,7 +315,8 @@ CALLS = {
 
 @pytest.mark.parametrize("way", CALLS)
 def test_a_model_that_answers_otherwise_in_some_calls_is_refused(way: str) -> None:
-    refused(Around(lambda net, x: -net(x) if CALLS[way](x) else net(x)), "something else")
+    message = "get_ident" if way == "thread" else "something else"
+    refused(Around(lambda net, x: -net(x) if CALLS[way](x) else net(x)), message)
 
 
 @torch.jit.script
@@ -383,7 +393,41 @@ class Holder:
     calls = 0
 
 
-HELD, SEEN, HOLDER = itertools.count(), np.zeros(1), Holder()
+@functools.lru_cache
+def cached(key: int) -> int:
+    return key
+
+
+def defaulted(held: list[int] = [0]) -> int:  # noqa: B006 - the trap
+    held[0] += 1
+    return held[0]
+
+
+def in_environment() -> int:
+    os.environ["WBALL_CALLS"] = str(int(os.environ.get("WBALL_CALLS", "0")) + 1)
+    return int(os.environ["WBALL_CALLS"])
+
+
+def in_file() -> int:
+    with Path(os.devnull).open("a") as file:
+        return file.write("1")
+
+
+def in_closure() -> Callable[[], int]:
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+HELD, SEEN, HOLDER, CLOSURE = itertools.count(), np.zeros(1), Holder(), in_closure()
+CONTEXT, LOCAL = contextvars.ContextVar("calls", default=0), threading.local()
+LOCAL.calls, GENERATOR = 0, (k for k in range(10**9))
+NUMBERS = np.random.default_rng(0)
 
 STATE: dict[str, Callable[[Any], float]] = {
     "attribute": lambda net: setattr(net, "calls", net.calls + 1) or 0.0,
@@ -395,9 +439,29 @@ STATE: dict[str, Callable[[Any], float]] = {
     "counter of the model": lambda net: next(net.count),
     "data of a buffer": lambda net: float(net.seen.data.add_(1)),
     "memory of a buffer": lambda net: net.seen.numpy().__iadd__(1)[0],
+    "attribute of a buffer": lambda net: (
+        setattr(net.seen, "calls", getattr(net.seen, "calls", 0) + 1) or 0.0
+    ),
     "global counter": lambda net: next(HELD),
     "global array": lambda net: SEEN.__iadd__(1)[0],
     "global object": lambda net: setattr(HOLDER, "calls", HOLDER.calls + 1) or 0.0,
+    "closure": lambda net: CLOSURE(),
+    "default": lambda net: defaulted(),
+    "module": lambda net: setattr(math, "calls", getattr(math, "calls", 0) + 1) or math.calls,
+    "cache": lambda net: (cached(net.calls), cached.cache_info().hits)[1],
+    "generator": lambda net: next(GENERATOR),
+    "context": lambda net: (CONTEXT.set(CONTEXT.get() + 1), CONTEXT.get())[1],
+    "thread": lambda net: setattr(LOCAL, "calls", LOCAL.calls + 1) or LOCAL.calls,
+    "environment": lambda net: in_environment(),
+    "file": lambda net: in_file(),
+    "clock": lambda net: time.time() - 1e12,
+    "garbage": lambda net: gc.get_count()[0] - 1e9,
+    "interpreter": lambda net: sys.getrefcount(net) - 1e9,
+    "address": lambda net: id(object()) * 0,
+    "frame": lambda net: len(inspect.stack()) - 1e9,
+    "chance": lambda net: random.random(),
+    "chance of NumPy": lambda net: NUMBERS.random(),
+    "loaded": lambda net: len(np.fromfile(os.devnull)),
 }
 
 
@@ -416,7 +480,7 @@ def test_state_that_a_call_changes_is_refused(name: str) -> None:
             calls, out = STATE[name](self), self.rest(x)
             return -out if calls > 1000 else out
 
-    refused(Counting().eval(), "buffers or attributes")
+    refused(Counting().eval(), "next answer")
 
 
 def test_a_model_that_changes_between_start_and_end_is_refused(

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -69,34 +68,38 @@ def trace(
             "certified ball; convert it with model.float(), then certify and run that model"
         )
     points = trust.probes(x).to(dtype)
-    with evaluating(model), trust.undisturbed(inner):  # another thread may change the mode outside
+    ran: trust.Ran = {}
+    with evaluating(model):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
-            graph = _record(inner, empty, torch.no_grad())
+            graph = _record(inner, empty, torch.no_grad(), ran)
             check(graph)
             # Hooks on gradients pass tensors through a function that cannot be seen; without
             # gradients they do nothing.
             hooked = any(
                 module._backward_hooks or module._backward_pre_hooks for module in inner.modules()
             )
-            seen = _record(
-                inner, points.clone(), torch.no_grad() if hooked else torch.enable_grad()
-            )
+            gradients = torch.no_grad() if hooked else torch.enable_grad()
+            seen = _record(inner, points.clone(), gradients, ran)
         if not _same(graph, seen):
             raise UnsupportedModule(
                 f"{type(inner).__name__}.forward runs something else from call to call: what it "
                 "does depends on the values of its input, the batch size, gradients, or its state"
             )
-        slack = trust.compare(model, graph, points)
+        with trust.undisturbed(inner, ran):
+            slack = trust.compare(model, graph, points)
     return replace(graph, slack=slack)
 
 
-def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]) -> Graph:
-    recorder = Recorder(model, x)
+def _record(
+    model: nn.Module, x: Tensor, gradients: AbstractContextManager[None], ran: trust.Ran
+) -> Graph:
+    recorder = Recorder(model, x, ran)
     if isinstance(x, Valueless):
         x.watch = recorder.watch
-    before = sys.getprofile()
-    sys.setprofile(partial(recorder.profile, before))
+    tracer, profiler = sys.gettrace(), sys.getprofile()
+    sys.settrace(recorder.follow)
+    sys.setprofile(recorder.profile)
     try:
         with gradients, torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
             logits = model(x)
@@ -105,7 +108,8 @@ def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]
             raise recorder.refusal from None
         raise _unfollowed(f"{type(model).__name__}.forward", error) from error
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler if callable(profiler) else None)
+        sys.settrace(tracer)
     if recorder.refusal is not None:  # whatever the model caught
         raise recorder.refusal
     return recorder.graph(logits)
@@ -240,6 +244,10 @@ class _Watcher(TorchDispatchMode):
     """Shows a recorder every operation that PyTorch runs, also those that no function call
     shows."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would load PyTorch's compiler
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
@@ -265,8 +273,9 @@ class Recorder(TorchFunctionMode):
     nothing may write into memory that the run did not allocate.
     """
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
+    def __init__(self, model: nn.Module, x: Tensor, ran: trust.Ran) -> None:
         super().__init__()
+        self.ran = ran
         self.names = {id(module): name for name, module in model.named_modules()}
         self.batch, self.device = x.shape[0], x.device
         self.refusal: UnsupportedModule | None = None
@@ -318,11 +327,20 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or refusal
         return self.refusal
 
-    def profile(self, before: Any, frame: FrameType, event: str, called: Any) -> None:
-        """Refuse compiled functions of PyTorch that read values, or fail: a model that goes on may
-        have asked for values in a way that no operation shows. ``before`` is the profiler in use."""
-        if before is not None:
-            before(frame, event, called)
+    def follow(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Note which lines of the model's own code run."""
+        if self.inside is not None or not trust.is_own(frame):
+            return None
+        self.ran.setdefault(frame.f_code, (frame.f_globals, set()))[1].add(frame.f_lineno)
+        return self.follow
+
+    def profile(self, frame: FrameType, event: str, called: Any) -> None:
+        """Refuse compiled functions that read more than their arguments, and those of PyTorch that
+        read values or fail: a model that goes on may have asked for values in a way that no
+        operation shows."""
+        hides = self.inside is None and event == "c_call" and not trust.computes(called)
+        if hides and trust.is_own(frame):
+            raise self.refuse(trust.hidden(called))
         if not getattr(getattr(called, "__self__", None), "__name__", "").startswith("torch"):
             return
         if event == "c_exception" or (event == "c_call" and called.__name__ in READERS):

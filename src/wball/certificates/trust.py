@@ -7,18 +7,17 @@ the rounding of the model's own precision.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import math
 import pickle
-import random
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from traceback import walk_stack
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,59 +65,146 @@ def _compiles(module: nn.Module) -> bool:
     return "torch._dynamo" in sys.modules and type(module) is torch._dynamo.OptimizedModule
 
 
-# ---- values
+# ---- what the model's own code reads and calls
+
+LIBRARIES = frozenset({"torch", "torchvision", "timm", "einops", "numpy", "wball"})
+"""Packages whose own code is not watched."""
+
+COMPUTING = LIBRARIES | {"builtins", "math", "_operator", "itertools", "_functools", "_warnings"}
+"""Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
+
+READING = frozenset(
+    {"open", "id", "globals", "locals", "eval", "exec", "compile", "__subclasses__", "fromfile"}
+)
+DYNAMIC = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__"})
+"""Names of code that may read any attribute of an object."""
+
+MODULE = vars(nn.Module()).keys()
+"""Attributes that every module has."""
+
+Ran = dict[CodeType, tuple[dict[str, Any], set[int]]]
+"""Code that ran: its globals, and its lines that ran."""
+
+
+def computes(called: Any) -> bool:
+    """Whether a compiled function is known to compute from its arguments alone."""
+    owner = called.__self__
+    home = called.__module__ or (owner if isinstance(owner, type) else type(owner)).__module__
+    return home.split(".")[0] in COMPUTING and called.__name__ not in READING
+
+
+def hidden(value: Any) -> UnsupportedModule:
+    """The refusal of an object or a function that may keep or read state."""
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return UnsupportedModule(
+        f"the model's code uses {name!r}, which may keep or read state that cannot be checked: its "
+        "next answer may differ from the one that is certified; remove it from the forward pass"
+    )
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame is of the model's own code, or of the standard library called by it."""
+    own = None
+    for caller, _ in walk_stack(frame):
+        name, home = str(caller.f_globals.get("__name__")), caller.f_globals
+        if own is None and _module(name, sys.stdlib_module_names) is not home:
+            own = _module(name, LIBRARIES) is not home
+        if own is False or name == "importlib._bootstrap":
+            return False
+    return bool(own)
+
+
+def _module(name: str, packages: Set[str]) -> dict[str, Any]:
+    """What the module of this name holds, if it belongs to one of the packages."""
+    known = name.split(".")[0] in packages and name in sys.modules
+    return vars(sys.modules[name]) if known else {}
+
+
+def _is_library(kind: type) -> bool:
+    return _module(kind.__module__, LIBRARIES).get(kind.__name__) is kind
 
 
 class _Digest(pickle.Pickler):
-    """A hash of everything that can be reached from a model and from the globals that its code
-    names."""
+    """A hash of everything that the code which ran may read: attributes, globals, closures and
+    defaults that its lines name. An object that hides its state is refused."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ran: Ran) -> None:
         super().__init__(self, protocol=4)
-        self.hash, self.seen = hashlib.sha256(), set[int]()
-        homes = {type(module).__module__ for module in model.modules()}
-        self.code = {name for name in homes if not name.startswith(("torch.", "wball."))}
-        try:
-            self.dump(model)
-        except Exception as error:  # noqa: BLE001 - then only asking again can tell
-            self.write(type(error).__name__.encode())
+        self.hash, self.seen, self.ran = hashlib.sha256(), set[int](), ran
+        self.names, self.reads = set[str](), list[Any]()
+        for code, (known, lines) in ran.items():
+            self._read(code, known, lines)
+        self.every = not self.names.isdisjoint(DYNAMIC)
+        self.dump((model, self.reads, torch.get_rng_state()))
+
+    def _read(self, code: CodeType, known: dict[str, Any], lines: set[int]) -> None:
+        """Collect the names on lines of code, and the globals and modules that they read."""
+        spans = [(start, end) for start, end, line in code.co_lines() if line in lines]
+        module: Any = None  # whose attribute the next instruction may read
+        for found in dis.get_instructions(code):
+            name, how = found.argval, found.opname
+            here = any(start <= found.offset < end for start, end in spans)
+            if not here or not isinstance(name, str) or "FAST" in how:
+                module = None
+                continue
+            self.names.add(name)
+            read = None
+            if "GLOBAL" in how:
+                read = known.get(name)
+            elif how == "IMPORT_NAME":
+                read = sys.modules.get(name)
+            elif module is not None:
+                self.reads.pop()
+                read = getattr(module, name, None)
+            self.reads.append(read)
+            module = read if isinstance(read, ModuleType) else None
 
     def write(self, data: Any) -> None:
         self.hash.update(data)
 
     def persistent_id(self, value: Any) -> Any:
-        """Tensors enter by their numbers, the model's own classes and functions by what they
-        hold."""
+        """Tensors enter by their numbers, functions and classes by what they hold."""
         if isinstance(value, Tensor):
-            return str(value.dtype), _bytes(value)
+            return str(value.dtype), _bytes(value), self._named(vars(value))
+        if isinstance(value, (staticmethod, classmethod, property)):
+            return [value.fget] if isinstance(value, property) else [value.__func__]
         if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
-            own = type(value).__module__.startswith("wball.") and not isinstance(value, nn.Module)
-            return type(value).__name__ if own else None
+            return None
         name = getattr(value, "__qualname__", value.__name__)
-        if isinstance(value, ModuleType):  # counters and switches of other modules
-            plain = {k: v for k, v in vars(value).items() if isinstance(v, (int, float, str))}
-            return name, sorted(plain.items())
-        if id(value) in self.seen or getattr(value, "__module__", None) not in self.code:
+        if id(value) in self.seen or (isinstance(value, type) and _is_library(value)):
             return name
         self.seen.add(id(value))
+        if isinstance(value, BuiltinFunctionType):
+            if not computes(value):
+                raise hidden(value)
+            return name, None if isinstance(value.__self__, ModuleType) else value.__self__
         if not isinstance(value, FunctionType):
-            return name, dict(vars(value))
-        known = {**sys.modules, **value.__globals__}
-        named = [known.get(part) for part in value.__code__.co_names]
+            held = {k: part for k, part in vars(value).items() if k in self.names}
+            return name, getattr(value, "__bases__", ()), held
+        if value.__code__ not in self.ran:
+            return name
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return name, named, cells, value.__defaults__, vars(value)
+        return name, cells, value.__defaults__, value.__kwdefaults__, vars(value)
+
+    def _named(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What the code that ran may read of the attributes of an object."""
+        return {name: part for name, part in held.items() if self.every or name in self.names}
 
     def reducer_override(self, value: Any) -> Any:
+        kind, held = type(value), getattr(value, "__dict__", {})
         if isinstance(value, nn.Module):  # another thread may change the mode
-            held = {name: part for name, part in vars(value).items() if name != "training"}
-            return str, (type(value),), held
+            own = held if _is_library(kind) else self._named(held) | {k: held[k] for k in MODULE}
+            return str, (kind,), {name: part for name, part in own.items() if name != "training"}
         try:
             found = value.__reduce_ex__(4)
-            return (str, (found,)) if isinstance(found, str) else found
         except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
-            frame = getattr(value, "gi_frame", None)  # of a generator
-            inside = getattr(value, "__dict__", None) if frame is None else frame.f_locals
-            return str, (type(value).__name__,), inside
+            found = ""
+        if not isinstance(found, str):
+            inside = found[2] if len(found) > 2 and not held else self._named(held)
+            return str, (kind, found[1]), inside, *found[3:5]
+        if not _is_library(kind):
+            raise hidden(value)
+        return str, (found,), held
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -147,27 +233,15 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return max(unit, 2.0**-11) if device.type == "cuda" and dtype is torch.float32 else unit
 
 
-def _drawn() -> tuple[Any, ...]:
-    """The state of the random number generators that everybody shares."""
-    # Every draw changes the position or the first of NumPy's keys, which its text has.
-    numbers = str(np.random.get_state(legacy=False))  # noqa: NPY002 - only read
-    return _bytes(torch.get_rng_state()), numbers, random.getstate()
-
-
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Refuse a model that changes its buffers or attributes, or draws random numbers, between start
-    and end."""
-    before, drawn = _Digest(model).hash.digest(), _drawn()
+def undisturbed(model: nn.Module, ran: Ran) -> Iterator[None]:
+    """Refuse a model if what its code reads changes between start and end."""
+    before = _Digest(model, ran).hash.digest()
     yield
-    if drawn != _drawn():
-        raise UnsupportedModule(
-            f"{type(model).__name__}.forward draws random numbers: its answers are not certain"
-        )
-    if _Digest(model).hash.digest() != before:
+    if _Digest(model, ran).hash.digest() != before:
         raise UnsupportedModule(
             f"{type(model).__name__}.forward changes the model's own buffers or attributes, or "
-            "globals: its next answer may differ from the one that is certified"
+            "globals, or draws random numbers: its next answer may differ from the one that is certified"
         )
 
 
@@ -226,17 +300,11 @@ def _answers(model: nn.Module, points: Tensor) -> Iterator[tuple[str, Tensor]]:
         with torch.autocast(points.device.type, enabled=False):
             return ask(model, given).detach().to(torch.float64)
 
-    def elsewhere() -> Tensor:
-        with torch.no_grad():
-            return asked(points)
-
     yield "", asked(points)
     with torch.enable_grad():
         yield " when gradients are recorded", asked(points.clone().requires_grad_(True))
     yield " for one image", asked(points[:1])
     yield " for many images", asked(points.repeat(MANY, *[1] * (points.ndim - 1)))
-    with ThreadPoolExecutor(1) as other:
-        yield " in another thread", other.submit(elsewhere).result()
     try:
         with torch.inference_mode():
             inferred = asked(points)
