@@ -465,22 +465,25 @@ STATE: dict[str, Callable[[Any], float]] = {
 }
 
 
+class Counting(nn.Module):
+    """A model that keeps or reads state where its name says, and changes after 1000 calls."""
+
+    total = 0
+
+    def __init__(self, name: str, rest: nn.Module) -> None:
+        super().__init__()
+        self.rest, self.array, self.holder, self.state = rest, np.zeros(1), Holder(), STATE[name]
+        self.count, self.calls, self.held = itertools.count(), 0, [0]
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls, out = self.state(self), self.rest(x)
+        return -out if calls > 1000 else out
+
+
 @pytest.mark.parametrize("name", STATE)
 def test_state_that_a_call_changes_is_refused(name: str) -> None:
-    class Counting(nn.Module):
-        total = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.rest, self.array, self.holder = dense(), np.zeros(1), Holder()
-            self.count, self.calls, self.held = itertools.count(), 0, [0]
-            self.register_buffer("seen", torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            calls, out = STATE[name](self), self.rest(x)
-            return -out if calls > 1000 else out
-
-    refused(Counting().eval(), "next answer")
+    refused(Counting(name, dense()).eval(), "next answer")
 
 
 def test_a_model_that_changes_between_start_and_end_is_refused(

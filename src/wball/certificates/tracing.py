@@ -16,13 +16,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from threading import get_ident
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from wball.certificates import trust
@@ -174,6 +174,7 @@ class Valueless(Tensor):
     depends on. Here zeros stand behind the shapes, where no model can read them.
     """
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     behind: Tensor
     watch: Callable[..., None] | None = None  # told of every operation, in any thread
 
@@ -189,11 +190,6 @@ class Valueless(Tensor):
         )
         made.behind = behind
         return made
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in READERS and self.watch is not None:
-            self.watch(name, (), {}, reads=True)
-        return super().__getattribute__(name)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -314,12 +310,17 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         outer, self.inside = self.inside, get_ident()
+        sys.setprofile(None)
+        sys.settrace(None)
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedModule as refusal:
             raise self.refuse(refusal) from None
         finally:
             self.inside = outer
+            if outer is None:
+                sys.settrace(self.follow)
+                sys.setprofile(self.profile)
 
     def refuse(self, refusal: UnsupportedModule) -> UnsupportedModule:
         """Remember the first refusal: a model may catch the exception, the end of the run does
@@ -329,31 +330,32 @@ class Recorder(TorchFunctionMode):
 
     def follow(self, frame: FrameType, event: str, _: Any) -> Any:
         """Note which lines of the model's own code run."""
-        if self.inside is not None or not trust.is_own(frame):
+        if not trust.is_own(frame):
             return None
         self.ran.setdefault(frame.f_code, (frame.f_globals, set()))[1].add(frame.f_lineno)
         return self.follow
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
-        """Refuse compiled functions that read more than their arguments, and those of PyTorch that
-        read values or fail: a model that goes on may have asked for values in a way that no
-        operation shows."""
-        hides = self.inside is None and event == "c_call" and not trust.computes(called)
-        if hides and trust.is_own(frame):
-            raise self.refuse(trust.hidden(called))
-        if not getattr(getattr(called, "__self__", None), "__name__", "").startswith("torch"):
+        """Refuse compiled functions that read more than their arguments, that read values of a
+        tensor, or of PyTorch and fail: a model that goes on may have asked for values in a way that
+        no operation shows."""
+        if event not in ("c_call", "c_exception"):
             return
-        if event == "c_exception" or (event == "c_call" and called.__name__ in READERS):
+        owner = called.__self__
+        reads = any(owner is held for held in self.held.values()) or (
+            isinstance(owner, (type, ModuleType)) and owner.__name__.startswith("torch")
+        )
+        if event == "c_call" and not trust.is_own(frame):
+            return
+        if reads and (event == "c_exception" or called.__name__ in READERS):
             raise self.refuse(
                 UnsupportedModule(f"{self.title(called)} asks for values of a tensor")
             )
+        if event == "c_call" and not trust.computes(called):
+            raise self.refuse(trust.hidden(called))
 
-    def watch(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool = False
-    ) -> None:
-        """Check one operation before it runs; one that ``reads`` values is refused."""
-        if reads:
-            raise self.refuse(UnsupportedModule(f"{self.title(func)} reads the values of a tensor"))
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check one operation before it runs."""
         tensors = _tensors((args, kwargs))
         if self.inside != get_ident() and any(memory(t) in self.depends for t in tensors):
             raise self.refuse(
@@ -433,8 +435,9 @@ class Recorder(TorchFunctionMode):
             for t, shape in zip(sources, shapes, strict=True)
         ]
         shape, name = tuple(result.shape[1:]), self.module()[0]
-        call = Call(func, args, kwargs, places, shape, name, title, self.ops)
-        op = call.op()
+        with _disable_current_modes():  # what follows is no part of the run
+            call = Call(func, args, kwargs, places, shape, name, title, self.ops)
+            op = call.op()
         self.constants += [(constant, _version(constant)) for constant in call.constants]
         if changed:
             mine = memory(result)
