@@ -39,7 +39,8 @@
   };
   const largest = Math.max(...data.runs.map((run) => run.curve.eps.at(-1)));
   function axes(box, height, top, labels) {
-    const width = Math.max(240, box.clientWidth), left = 46, right = 24, above = 10, below = labels ? 44 : 26;
+    const width = Math.max(240, box.clientWidth), ticks = nice(top, Math.max(2, Math.min(8, Math.floor(width / 90))));
+    const left = 46, right = Math.max(24, 4 * short(ticks.at(-1)).length), above = 10, below = labels ? 44 : 26;
     const x = (eps) => left + (width - left - right) * eps / top;
     const y = (percent) => above + (height - above - below) * (1 - percent / 100);
     const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
@@ -47,7 +48,7 @@
       svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }));
       svg.append(make("text", { class: "tick", x: left - 8, y: y(v) + 4, "text-anchor": "end" }, `${v}`));
     }
-    for (const v of nice(top, Math.max(2, Math.min(8, Math.floor(width / 90))))) {
+    for (const v of ticks) {
       svg.append(make("line", { class: "grid", x1: x(v), x2: x(v), y1: above, y2: y(0) + 4 }));
       svg.append(make("text", { class: "tick", x: x(v), y: y(0) + 18, "text-anchor": "middle" }, short(v)));
     }

@@ -40,11 +40,14 @@ def verdict(evaluation: Evaluation) -> str:
     """The audit in a sentence or two."""
     audit = evaluation.audit_summary()
     said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
+    if not audit["checked"]:
+        said = "audit: no examples were found"
     if audit["rejected"]:
         said += f"; {audit['rejected']} rejected and not counted"
     if audit["contradictions"]:
         said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
-    if proofs := audit["certificates"]:
+    proofs = audit["certificates"]
+    if proofs and proofs["checked"] + proofs["unfollowed"]:
         said += f"\ncertificates proved again by the independent checker: {proofs['confirmed']} of {proofs['checked']}"
         if proofs["unfollowed"]:
             said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
