@@ -24,7 +24,8 @@ def formula(tex: str, display: str = "block") -> str:
     for command, known in PLAIN.items():
         tex = tex.replace(command, known)
     shown = convert(tex, display=display)
-    return f'<div class="formula">{shown}</div>' if display == "block" else shown
+    # At the start of a line, Markdown takes <math> for a block of its own, but not <span>.
+    return f'<div class="formula">{shown}</div>' if display == "block" else f"<span>{shown}</span>"
 
 
 def with_formulas(markdown: str) -> str:
