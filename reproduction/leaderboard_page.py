@@ -129,7 +129,7 @@ def page(content: Data, results: Path) -> str:
     shown = tables(content, complete) + ([predecessors(content, others)] if others else [])
     notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
     if not all(map(is_latest, content["rows"])):
-        notes.append("† measured with an earlier version of the attack.")
+        notes.append("- † measured with an earlier version of the attack.")
     parts = (
         template("leaderboard.md"),
         *(table.markdown() for table in shown if table.rows),

@@ -126,8 +126,8 @@ def test_units() -> None:
     relative, absolute = wball.WassersteinBall(0.2), wball.WassersteinBall(7.0, mass="absolute")
     torch.testing.assert_close(relative.budget(x), 0.2 * x.double().flatten(1).sum(1))
     torch.testing.assert_close(absolute.budget(x), torch.full((3,), 7.0, dtype=torch.float64))
-    assert "fraction" in relative.unit
-    assert "fraction" not in absolute.unit
+    assert (relative.unit, absolute.unit) == ("mass fraction x px", "mass x px")
+    assert wball.WassersteinBall(0.2, wball.GridCost(5, p=2)).unit == "mass fraction x px^2"
     assert relative.at(0.3).eps == 0.3
     per_image = relative.at(torch.tensor([0.1, 0.2, 0.3]))
     assert per_image.take(torch.tensor([2])).eps.tolist() == pytest.approx([0.3])  # type: ignore[union-attr]

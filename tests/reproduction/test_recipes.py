@@ -225,7 +225,7 @@ def test_lambda_and_p(shop: Small) -> None:
     assert torch.allclose(
         torch.from_numpy(unpack(data["original"])), x[fives[data["shown"]]], atol=1e-3
     )
-    # The digit that withstands longest at the largest lambda is shown.
+    # The digit that survives longest at the largest lambda is shown.
     last = next(c for c in reversed(data["cells"]) if c["p"] == 1.0)["radius"]
     assert (last[data["shown"]] or 0.0) == max(r or 0.0 for r in last)
     for cell in data["cells"]:

@@ -232,7 +232,9 @@ class WassersteinBall(Ball):
     @property
     def unit(self) -> str:
         """The unit of ``eps``, for tables and plots."""
-        return "mass fraction x px" if self.mass == "relative" else "mass x px"
+        p = getattr(self.cost, "p", None)  # of a grid; other costs have a unit of their own
+        length = "cost" if p is None else "px" if p == 1 else f"px^{p:g}"
+        return f"mass {'fraction ' if self.mass == 'relative' else ''}x {length}"
 
     def budget(self, x: Tensor) -> Tensor:
         """How much cost an attacker may spend on each image, in float64.

@@ -115,7 +115,8 @@ class CertificateResult(Summarised):
             (``method="complete"``) give the smallest positive number.
         status: :class:`CertificateStatus` per image.
         plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if it holds only
-            for plans inside the ball's window.
+            for plans inside the ball's window. A :class:`~wball.StencilCost` has no moves beyond
+            its table: there ``"full"`` means every plan of these moves.
         method: the method used.
         kernel: the kernel that maximised over the ball.
         seconds: wall-clock time per image; images that are bounded together share it equally.
@@ -236,7 +237,8 @@ def certify(
         x: images ``(B, C, H, W)``, or histograms ``(B, n)``.
         y: labels ``(B,)``.
         ball: the threat model.
-        plans: ``full`` plans, or only those inside the ball's window.
+        plans: ``full`` plans, or only those inside the ball's window. ``full`` plans of a
+            :class:`~wball.StencilCost` use the moves of its table.
         steps: number of optimisation steps of ``alpha-crown``.
         batch_size: images bounded together (``None``: chosen for the device).
         time_limit: seconds per image, on average over images bounded together. Images without an
