@@ -42,6 +42,7 @@ ATTACKS: dict[str, wball.Attack] = {
     "dual averaging": wball.DualAveraging(BALL, steps=8, until_success=False),
     "pgd": wball.PGD(BALL, steps=2, reg=1000.0, until_success=False),
     "exact pgd": wball.PGD(BALL, steps=2, until_success=False),
+    "conjugate pgd": wball.PGD(BALL, steps=2, step="wasserstein", step_size=0.1),
     "frank-wolfe": wball.FrankWolfe(BALL, steps=3, until_success=False),
     "linf pgd": wball.PGD(wball.LinfBall(0.1), steps=5, until_success=False),
     "linf frank-wolfe": wball.FrankWolfe(wball.LinfBall(0.1), steps=5, until_success=False),

@@ -1,9 +1,13 @@
-r"""Projected gradient ascent: a step along the signs of the gradient, then the nearest point of the
-ball.
+r"""Projected gradient ascent: a steepest step, then the nearest point of the ball.
 
-.. math:: z \leftarrow \mathrm{proj}_{B(x, \epsilon)}(z + \alpha\, \mathrm{sign} \nabla \ell(z))
+.. math::
+    w = \arg\max_{\|w - z\| \le \alpha} \langle \nabla \ell(z), w \rangle, \qquad
+    z \leftarrow \mathrm{proj}_{B(x, \epsilon)}(w)
 
-On a :class:`~wball.LinfBall` this is the basic iterative method.
+The norm of the step is a choice: ``"linf"`` gives ``z + alpha * sign(g)``, ``"l2"`` gives ``z +
+alpha * g / |g|_2``, and ``"wasserstein"`` moves to the farthest point of the ball of radius
+``alpha`` around ``z`` itself (the paper's conjugate). On a :class:`~wball.LinfBall` the first is
+the basic iterative method.
 """
 
 from __future__ import annotations
@@ -23,12 +27,15 @@ from wball.attacks.base import (
     distance_bound,
     understood,
 )
+from wball.attacks.dual_averaging import normalised
 from wball.ball import Ball, WassersteinBall
 from wball.cost import GridCost
 from wball.inputs import per_image
 from wball.plan import Plan
 from wball.result import Duals
 from wball.solvers.oracle import EntropicProjection
+
+Step = Literal["linf", "l2", "wasserstein"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,11 @@ class PGD(GradientAttack):
 
     Attributes:
         steps: gradient steps.
-        step_size: ``alpha``, in pixel values. ``None`` takes ``2.5 * eps / steps`` on a
-            ``LinfBall``, 0.1 otherwise.
-        reg: the paper's lambda, for the projection; ``inf`` is exact.
+        step_size: ``alpha``: in pixel values for ``"linf"`` and ``"l2"``, in the unit of ``eps``
+            for ``"wasserstein"``. ``None`` takes ``2.5 * eps / steps`` on a ``LinfBall``, 0.1
+            otherwise.
+        step: the norm of the step.
+        reg: the paper's lambda, for the projection and the Wasserstein step; ``inf`` is exact.
         random_start: start at a random point of the ball.
         growth: let the radius grow from ``ball.eps``; ``None`` keeps it.
         mode: ``"paper"`` projects by the original procedure, which clamps and so leaves every ball:
@@ -87,6 +96,7 @@ class PGD(GradientAttack):
 
     steps: int = 40
     step_size: float | None = None
+    step: Step = "linf"
     reg: float = math.inf
     random_start: bool = False
     growth: GrowingRadius | None = None
@@ -107,6 +117,11 @@ class PGD(GradientAttack):
         inputs.check_choice("mode", self.mode, ("exact", "paper"))
         if self.step_size is not None:
             inputs.check_positive("step_size", self.step_size)
+        inputs.check_choice("step", self.step, ("linf", "l2", "wasserstein"))
+        if self.step == "wasserstein" and not self.ball.has_plans:
+            raise ValueError(
+                f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}'
+            )
         if self.mode == "paper" and not (self.ball.has_plans and math.isfinite(self.reg)):
             raise ValueError(
                 'mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings'
@@ -194,10 +209,7 @@ class PGD(GradientAttack):
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         self._grow(state)
-        alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
-        if isinstance(alpha, Tensor):
-            alpha = per_image(alpha.to(state.z), state.z)
-        w = state.z + alpha * gradient.sign()
+        w = self._ahead(state, gradient)
         if state.fused is not None:
             point = state.fused(w)
             state.z, state.distance, state.kernel = (
@@ -232,3 +244,18 @@ class PGD(GradientAttack):
             return None
         options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         return EntropicProjection(problem, self.reg, **options)
+
+    def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
+        z = state.z
+        if self.step == "wasserstein":
+            ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
+            options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
+            inside = z if ball.box is None else z.clamp(*ball.box)
+            return ball.support(inside, normalised(gradient), self.reg, **options).point
+        alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
+        if isinstance(alpha, Tensor):
+            alpha = per_image(alpha.to(z), z)
+        if self.step == "linf":
+            return z + alpha * gradient.sign()
+        length = per_image(gradient.flatten(1).norm(dim=1), z)
+        return z + alpha * gradient / length.clamp(min=torch.finfo(z.dtype).tiny)
