@@ -16,13 +16,12 @@ from wball.kernels.compiled import compiled
 
 
 class Window(NamedTuple):
-    """The moves as arrays."""
+    """The moves as arrays; the first stays."""
 
     down: NDArray[np.int64]
     across: NDArray[np.int64]
     fee: NDArray[np.float64]
     reverse: NDArray[np.int64]  # the move that goes back, or -1
-    stay: int
 
 
 class Goal(NamedTuple):
@@ -72,7 +71,6 @@ class ImageProblem(NamedTuple):
     end: Any  # (R, K): column where the move ends, or -1
     fee: Any  # (K,)
     reverse: Any  # (K,)
-    stay: int
     target: Any  # (J,)
     lo: float
     hi: float
@@ -123,18 +121,17 @@ def cancel(p, flow):  # type: ignore[no-untyped-def]
                     common = min(flow[a, k], flow[b, p.reverse[k]])
                     flow[a, k] -= common
                     flow[b, p.reverse[k]] -= common
-                    flow[a, p.stay] += common
-                    flow[b, p.stay] += common
+                    flow[a, 0] += common
+                    flow[b, 0] += common
 
 
 @compiled(inner=True)
-def shrink(p, flow, scale):  # type: ignore[no-untyped-def]
+def shrink(flow, scale):  # type: ignore[no-untyped-def]
     """Scale all that moves."""
     for a in range(flow.shape[0]):
-        for k in range(flow.shape[1]):
-            if k != p.stay:
-                flow[a, p.stay] += (1 - scale) * flow[a, k]
-                flow[a, k] *= scale
+        for k in range(1, flow.shape[1]):
+            flow[a, 0] += (1 - scale) * flow[a, k]
+            flow[a, k] *= scale
 
 
 @compiled(inner=True)
@@ -162,8 +159,8 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
         fill(full, 0.0)
         for a in range(n_rows):
             room = max(p.hi - z[p.home[a]], 0.0)
-            for k in range(n_moves):
-                if flow[a, k] > 0.0 and k != p.stay:
+            for k in range(1, n_moves):
+                if flow[a, k] > 0.0:
                     easy[p.end[a, k]] += min(flow[a, k], room)
                     full[p.end[a, k]] += flow[a, k]
         for j in range(n):
@@ -176,23 +173,23 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
             recall, recall_rest = 0.0, 0.0
             if own < p.lo - rounding:
                 lack, plenty, sent = more * (p.lo - own), 0.0, 0.0
-                for k in range(n_moves):
-                    if flow[a, k] > 0.0 and k != p.stay:
+                for k in range(1, n_moves):
+                    if flow[a, k] > 0.0:
                         plenty += min(flow[a, k], max(z[p.end[a, k]] - p.lo, 0.0))
                         sent += flow[a, k]
                 if plenty >= lack:
                     recall = lack / max(plenty, tiny)
                 else:
                     recall_rest = lack / max(sent, tiny)
-            for k in range(n_moves):
-                if flow[a, k] > 0.0 and k != p.stay:
+            for k in range(1, n_moves):
+                if flow[a, k] > 0.0:
                     j, f = p.end[a, k], flow[a, k]
                     back = min(f, room) * rate[j] + f * rest[j]
                     called = min(f, max(z[j] - p.lo, 0.0)) * recall + f * recall_rest
                     returned = min(max(back, called), f)
                     flow[a, k] -= returned
-                    flow[a, p.stay] += returned
-    shrink(p, flow, 0.0)
+                    flow[a, 0] += returned
+    shrink(flow, 0.0)
 
 
 @compiled(inner=True)
@@ -211,7 +208,7 @@ def repaired(p, share, sweeps, flow, z):  # type: ignore[no-untyped-def]
         for k in range(flow.shape[1]):
             cost += flow[a, k] * p.fee[k]
     if cost > p.budget:
-        shrink(p, flow, p.budget / cost)
+        shrink(flow, p.budget / cost)
     columns_of(p, flow, z)
     value = p.beyond
     for j in range(z.size):
@@ -267,32 +264,34 @@ def allowed(p, goal, primal, entropy):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
+def _inside(i, down, across, height, width):  # type: ignore[no-untyped-def]
+    """Whether a move from pixel ``i`` ends within the image."""
+    return 0 <= i // width % height + down < height and 0 <= i % width + across < width
+
+
+@compiled(inner=True)
 def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
     """Rows, columns and moves of image ``m``; fills ``cell`` with the pixel of each column."""
-    x, target = images.x[m], images.target[m]
+    x, target = images.x[m].reshape(-1), images.target[m].reshape(-1)
     down, across, fee = moves.down, moves.across, moves.fee
-    channels, height, width = x.shape
+    height, width = images.x.shape[2:]
     number = np.empty(x.size, dtype=np.int64)
     fill(number, -1)
     n_rows = 0
-    for c in range(channels):
-        for r in range(height):
-            for j in range(width):
-                if x[c, r, j] > 0.0:
-                    n_rows += 1
-                    for k in range(fee.size):
-                        rr, jj = r + down[k], j + across[k]
-                        if 0 <= rr < height and 0 <= jj < width:
-                            number[(c * height + rr) * width + jj] = 0
+    for i in range(x.size):
+        if x[i] > 0.0:
+            n_rows += 1
+            for k in range(fee.size):
+                if _inside(i, down[k], across[k], height, width):
+                    number[i + down[k] * width + across[k]] = 0
     n_columns, beyond = 0, 0.0
     for i in range(x.size):
-        w = target[i // (height * width), i // width % height, i % width]
         if number[i] == 0:
             number[i] = n_columns
             cell[n_columns] = i
             n_columns += 1
         elif not goal.linear:
-            beyond += 0.5 * w * w
+            beyond += 0.5 * target[i] * target[i]
     mass, home, row = (
         np.empty(n_rows),
         np.empty(n_rows, dtype=np.int64),
@@ -303,22 +302,20 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
     fill(end, -1)
     a = 0
     for i in range(x.size):
-        c, r, j = i // (height * width), i // width % height, i % width
         if number[i] >= 0:
-            wanted[number[i]] = target[c, r, j]
-        if x[c, r, j] > 0.0:
-            mass[a], home[a], row[number[i]] = x[c, r, j], number[i], a
+            wanted[number[i]] = target[i]
+        if x[i] > 0.0:
+            mass[a], home[a], row[number[i]] = x[i], number[i], a
             for k in range(fee.size):
-                rr, jj = r + down[k], j + across[k]
-                if 0 <= rr < height and 0 <= jj < width:
-                    end[a, k] = number[(c * height + rr) * width + jj]
+                if _inside(i, down[k], across[k], height, width):
+                    end[a, k] = number[i + down[k] * width + across[k]]
             a += 1
     noise = 0.0
     if goal.linear or images.tau[m] > 0.0:
         for a in range(n_rows):
             noise += mass[a] * abs(wanted[home[a]])
     return ImageProblem(
-        mass, home, row, end, fee, moves.reverse, moves.stay, wanted, goal.lo, goal.hi,
+        mass, home, row, end, fee, moves.reverse, wanted, goal.lo, goal.hi,
         images.budget[m], images.tau[m], goal.linear, noise, beyond, images.offset[m],
         images.floor[m], goal.stop,
     )  # fmt: skip
@@ -329,43 +326,33 @@ def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
     """Image ``m``: its problem, its first potentials, memory for the best plan and potentials, and
     the best primal, dual and hard bound with their price so far."""
     p = lay_out(images, m, moves, goal, cell)
-    u, found = recall(images.start[m], cell, p.target.size), np.empty(4)
+    u, found, start = np.empty(p.target.size), np.empty(4), images.start[m].reshape(-1)
+    for t in range(u.size):
+        u[t] = start[cell[t]]
     found[0], found[1] = known.primal[m], known.dual[m]
     found[2], found[3] = known.hard[m], known.psi[m]
     return p, u, np.zeros(p.end.shape), np.empty(u.size), found
 
 
 @compiled(inner=True)
-def recall(values, cell, count):  # type: ignore[no-untyped-def]
-    """The entries of an image at its columns."""
-    out, height, width = np.empty(count), values.shape[1], values.shape[2]
-    for t in range(count):
-        i = cell[t]
-        out[t] = values[i // (height * width), i // width % height, i % width]
-    return out
-
-
-@compiled(inner=True)
 def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[no-untyped-def]
     """Write the results of image ``m`` that are better; ``found`` as in :func:`opened`."""
-    flow, z, u = known.flow[m], known.z[m], known.u[m]
-    _, height, width = target.shape
-    area = height * width
+    flow, z, u = known.flow[m], known.z[m].reshape(-1), known.u[m].reshape(-1)
+    area = z.size // flow.shape[0]
+    flow = flow.reshape((flow.shape[0], flow.shape[1], area))
     if found[0] < known.primal[m]:
         fill(flow, 0.0)
         fill(z, 0.0)
         for a in range(p.mass.size):
             i = cell[p.home[a]]
             for k in range(p.fee.size):
-                flow[i // area, k, i // width % height, i % width] = best_flow[a, k]
+                flow[i // area, k, i % area] = best_flow[a, k]
                 if best_flow[a, k] > 0.0:
-                    j = cell[p.end[a, k]]
-                    z[j // area, j // width % height, j % width] += best_flow[a, k]
+                    z[cell[p.end[a, k]]] += best_flow[a, k]
     if found[1] > known.dual[m]:
         # Out of reach nothing arrives: u = w makes z(u) = 0, and u = g costs nothing.
         copy(target, u)
         for t in range(best_u.size):
-            i = cell[t]
-            u[i // area, i // width % height, i % width] = best_u[t]
+            u[cell[t]] = best_u[t]
     known.primal[m], known.dual[m] = found[0], found[1]
     known.hard[m], known.psi[m] = found[2], found[3]

@@ -110,7 +110,7 @@ def _window(moves: StencilMoves) -> Window:
     """The moves, cheapest first, as arrays."""
     down, across, fee = (np.asarray(column) for column in zip(*moves, strict=True))
     reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
-    return Window(down, across, fee.astype(np.float64), reverse, 0)
+    return Window(down, across, fee.astype(np.float64), reverse)
 
 
 @compiled(inner=True)
@@ -224,7 +224,8 @@ def _entropic_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-un
 def _proximal_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-untyped-def]
     """Likewise without entropy; also returns the distance from the centre and the proximal term.
 
-    A row looks at all of its moves once: moves in use are within 1 of the best, and they are few.
+    A row looks at all of its moves once. Most rows began with one move and find none better;
+    otherwise moves in use are within 1 of the best, and they are few.
     """
     n_rows, n_moves = p.end.shape
     sigma, ends = step.sigma, step.end
@@ -234,7 +235,13 @@ def _proximal_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-un
     near, values, held = np.empty(n_moves, np.int64), np.empty(n_moves), np.zeros(n_moves)
     cost, rows, moved, pull, row = 0.0, 0.0, 0.0, 0.0, np.empty(n_moves)
     for a in range(n_rows):
-        top = _scores(gain, ends, a, toll, row)
+        top, k = _scores(gain, ends, a, toll, row), held_move[a, 0]
+        if held_count[a] == 1 and row[k] >= top:
+            counts[a], move[a, 0], parts[a, 0] = 1, k, 1.0
+            gradient[ends[a, k]] -= mass[a]
+            cost += mass[a] * fee[k]
+            rows += mass[a] * top / sigma
+            continue
         for i in range(held_count[a]):
             k = held_move[a, i]
             held[k] = held_part[a, i]
@@ -269,7 +276,7 @@ def _proximal_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-un
 
 
 @compiled(inner=True)
-def _normalise(p, shares):  # type: ignore[no-untyped-def]
+def _normalise(shares):  # type: ignore[no-untyped-def]
     """Rescale rows so that they sum to 1 up to rounding."""
     count, move, part = shares.count, shares.move, shares.part
     for a in range(count.size):
@@ -280,7 +287,7 @@ def _normalise(p, shares):  # type: ignore[no-untyped-def]
             for i in range(count[a]):
                 part[a, i] /= total
         else:
-            count[a], move[a, 0], part[a, 0] = 1, p.stay, 1.0
+            count[a], move[a, 0], part[a, 0] = 1, 0, 1.0
 
 
 @compiled(inner=True)
@@ -316,18 +323,25 @@ def _range(values):  # type: ignore[no-untyped-def]
     return span if span > 1e-200 else 1.0
 
 
-@compiled(inner=True, fastmath={"contract", "nsz"})
+@compiled(inner=True, fastmath={"contract", "nsz", "reassoc"})
 def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner. Returns the step
     of ``psi``."""
-    n_rows, n_moves = p.end.shape
-    n, method = u.size, step.method
-    ends, fees, mass, target, lo, hi, sigma = p.end, p.fee, p.mass, p.target, p.lo, p.hi, step.sigma
-    counts, move, stop = shares.count, shares.move, p.stop
-    first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
-    fee, part = np.empty(n_rows * n_moves), np.empty(n_rows * n_moves)
-    weight = np.empty(n_rows)
-    diagonal, column, moving, linear = np.zeros(n), np.empty(n), np.empty(n), p.linear
+    n_rows, method, linear, target = p.mass.size, step.method, p.linear, p.target
+    counts, move, fees, sigma, lo, hi = shares.count, shares.move, p.fee, step.sigma, p.lo, p.hi
+    # Linear columns at their kinks do not move: they are one entry after the others, always 0.
+    n, edges = 0, move.size
+    place, moving = np.empty(u.size, np.int64), np.empty(u.size, np.int64)
+    for j in range(u.size):
+        d[j] = 0.0
+        place[j], moving[n] = n, j
+        if not linear or u[j] != target[j] or gradient[j] != 0.0:
+            n += 1
+        else:
+            place[j] = -1
+    first, end = np.empty(n_rows + 1, np.int64), np.empty(edges, np.int64)
+    fee, part, weight = np.empty(edges), np.empty(edges), np.empty(n_rows)
+    diagonal, column = np.zeros(n + 1), np.empty(n)
     used, count, curvature = 0, 0, 0.0
     first[0] = 0
     for a in range(n_rows):
@@ -335,10 +349,11 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         if ways > 1:  # rows with one move have no choice
             # Shares of a row change by weights times scores, less their mean: equal weights, or
             # with entropy the shares.
-            stiff = sigma * mass[a] * (1.0 if p.tau > 0.0 else ways)
+            stiff = sigma * p.mass[a] * (1.0 if p.tau > 0.0 else ways)
             for i in range(ways):
                 k, e = move[a, i], count + i
-                end[e], fee[e] = ends[a, k], fees[k]
+                j, fee[e] = place[p.end[a, k]], fees[k]
+                end[e] = j if j >= 0 else n
                 part[e] = shares.part[a, i] if p.tau > 0.0 else 1.0 / ways
                 total += part[e] * fees[k]
                 square += part[e] * fees[k] * fees[k]
@@ -349,31 +364,29 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
             used += 1
             first[used] = count
     largest = 1e-200  # its inverse must be finite where no move is in use
-    for j in range(n):
-        # Linear columns have no curvature, and those at their kinks do not move.
-        column[j] = 0.0 if linear else _column(target[j], u[j], lo, hi)[1]
-        moving[j] = 1.0 if not linear or u[j] != target[j] or gradient[j] != 0.0 else 0.0
-        diagonal[j] += column[j]
-        largest = max(largest, diagonal[j])
+    for i in range(n):
+        # Linear columns have no curvature.
+        column[i] = 0.0 if linear else _column(target[moving[i]], u[moving[i]], lo, hi)[1]
+        diagonal[i] += column[i]
+        largest = max(largest, diagonal[i])
     span = _range(target if linear else u)
-    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(n) * span))
+    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(u.size) * span))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 
-    r, q, h = np.empty(n), np.empty(n), np.empty(n)
+    r, q, h, total_step = np.empty(n), np.zeros(n + 1), np.empty(n + 1), np.zeros(n)
     r_psi = slope if free else 0.0
     q_psi = r_psi / diagonal_psi
     size, d_psi = r_psi * q_psi, 0.0
     for j in range(n):
         column[j] += ridge
         diagonal[j] = 1.0 / (diagonal[j] + ridge)
-        d[j] = 0.0
-        r[j] = gradient[j]
+        r[j] = gradient[moving[j]]
         q[j] = r[j] * diagonal[j]
         size += r[j] * q[j]
     goal = method.cg_tol * method.cg_tol * size
     for _ in range(settings.CG_MAX):
-        if stop[0] != 0:
+        if p.stop[0] != 0:
             break
         for j in range(n):
             h[j] = column[j] * q[j]
@@ -390,7 +403,6 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
             h_psi = 0.0
         curve = q_psi * h_psi
         for j in range(n):
-            h[j] *= moving[j]
             curve += q[j] * h[j]
         if not (curve > 0.0 and size > goal):
             break
@@ -399,7 +411,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         r_psi -= length * h_psi
         new = r_psi * r_psi / diagonal_psi
         for j in range(n):
-            d[j] += length * q[j]
+            total_step[j] += length * q[j]
             r[j] -= length * h[j]
             new += r[j] * r[j] * diagonal[j]
         if new <= goal:
@@ -409,6 +421,8 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
             q[j] = r[j] * diagonal[j] + turn * q[j]
         q_psi = r_psi / diagonal_psi + turn * q_psi
         size = new
+    for j in range(n):
+        d[moving[j]] = total_step[j]
     return d_psi
 
 
@@ -496,7 +510,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
     n, shape, steps, method = u.size, p.end.shape, 0, chosen.method
     gradient, z, flow, share = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape)
     shares, centre = _shares(shape), _shares(shape)
-    _normalise(p, centre)  # all mass stays
+    _normalise(centre)  # all mass stays
     end = np.empty(shape, np.uint32)
     for a in range(shape[0]):
         for k in range(shape[1]):
@@ -513,7 +527,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             p, step, goal.max_iter - steps, u, psi, shares, gradient
         )
         steps += taken
-        _normalise(p, shares)
+        _normalise(shares)
         bound, plain = lower_bounds(p, u, psi)
         if bound > found[1]:
             found[1], found[3] = bound, psi
@@ -530,16 +544,12 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
                 off = _norm(gradient) * _range(u)
                 last = last or rest + off <= 3e-13 * (abs(value) + p.noise)
             shown = last or rest <= settings.PROMISING * allowed(p, goal, found[0], entropy)
-            if solved:
-                copy(shares.count, centre.count)
-                copy(shares.move, centre.move)
-                copy(shares.part, centre.part)
-                if taken <= settings.QUICK:
-                    sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
-                elif taken > settings.SLOW:
-                    sigma /= settings.GROWTH
-            else:
+            if not solved:
                 sigma /= settings.SHRINK
+            elif taken <= settings.QUICK:
+                sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
+            elif taken > settings.SLOW:
+                sigma /= settings.GROWTH
         else:
             final, ends = sigma >= coldest, solved or taken < settings.INNER
             last = last or final and ends and precision <= settings.SHARPEST
@@ -555,6 +565,8 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
                 copy(flow, best_flow)
         if last or found[0] - found[1] <= allowed(p, goal, found[0], entropy):
             break
+        if exact and solved:
+            shares, centre = centre, shares
         step = _ImageStep(sigma, precision, centre, end, method)
     return steps
 
