@@ -328,7 +328,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner. Returns the step
     of ``psi``."""
     n_rows, method, linear, target = p.mass.size, step.method, p.linear, p.target
-    counts, move, fees, sigma, lo, hi = shares.count, shares.move, p.fee, step.sigma, p.lo, p.hi
+    counts, move, fees = shares.count, shares.move, p.fee
     # Linear columns at their kinks do not move: they are one entry after the others, always 0.
     n, edges = 0, move.size
     place, moving = np.empty(u.size, np.int64), np.empty(u.size, np.int64)
@@ -349,7 +349,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         if ways > 1:  # rows with one move have no choice
             # Shares of a row change by weights times scores, less their mean: equal weights, or
             # with entropy the shares.
-            stiff = sigma * p.mass[a] * (1.0 if p.tau > 0.0 else ways)
+            stiff = step.sigma * p.mass[a] * (1.0 if p.tau > 0.0 else ways)
             for i in range(ways):
                 k, e = move[a, i], count + i
                 j, fee[e] = place[p.end[a, k]], fees[k]
@@ -366,7 +366,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
     largest = 1e-200  # its inverse must be finite where no move is in use
     for i in range(n):
         # Linear columns have no curvature.
-        column[i] = 0.0 if linear else _column(target[moving[i]], u[moving[i]], lo, hi)[1]
+        column[i] = 0.0 if linear else _column(target[moving[i]], u[moving[i]], p.lo, p.hi)[1]
         diagonal[i] += column[i]
         largest = max(largest, diagonal[i])
     span = _range(target if linear else u)
