@@ -8,11 +8,13 @@ import gc
 import inspect
 import itertools
 import math
+import operator
 import os
 import random
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,7 +290,14 @@ def constants(x: Tensor) -> Tensor:
     return h + torch.ones_like(x) - x.new_full((x.shape[0], 1, 4, 4), 0.5)
 
 
+def helpers(x: Tensor) -> Tensor:
+    """Containers and functions of the standard library and NumPy, as ordinary models use them."""
+    parts = OrderedDict(flat=x.reshape(len(x), int(np.prod(x.shape[1:]))))
+    return functools.reduce(operator.add, parts.values()).view_as(x) * math.sqrt(2.0)
+
+
 FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "helpers": helpers,
     "relu_": lambda h: h.relu_(),
     "module": lambda h: nn.ReLU(inplace=True)(h) + h,
     "add_": lambda h: h.add_(torch.relu(h)),

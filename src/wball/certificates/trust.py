@@ -70,7 +70,9 @@ def _compiles(module: nn.Module) -> bool:
 LIBRARIES = frozenset({"torch", "torchvision", "timm", "einops", "numpy", "wball"})
 """Packages whose own code is not watched."""
 
-COMPUTING = LIBRARIES | {"builtins", "math", "_operator", "itertools", "_functools", "_warnings"}
+COMPUTING = LIBRARIES | {
+    "builtins", "math", "_operator", "itertools", "_functools", "_warnings", "collections",
+}  # fmt: skip
 """Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
 
 READING = frozenset(
@@ -120,8 +122,10 @@ def _module(name: str, packages: Set[str]) -> dict[str, Any]:
     return vars(sys.modules[name]) if known else {}
 
 
-def _is_library(kind: type) -> bool:
-    return _module(kind.__module__, LIBRARIES).get(kind.__name__) is kind
+def _is_library(value: Any) -> bool:
+    """Whether a class or function is the one that a library has under its name."""
+    home = _module(str(getattr(value, "__module__", None)), LIBRARIES)
+    return home.get(getattr(value, "__name__", "")) is value
 
 
 class _Digest(pickle.Pickler):
@@ -202,7 +206,7 @@ class _Digest(pickle.Pickler):
         if not isinstance(found, str):
             inside = found[2] if len(found) > 2 and not held else self._named(held)
             return str, (kind, found[1]), inside, *found[3:5]
-        if not _is_library(kind):
+        if not _is_library(kind) and not _is_library(value):
             raise hidden(value)
         return str, (found,), held
 
