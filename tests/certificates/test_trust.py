@@ -293,7 +293,7 @@ def constants(x: Tensor) -> Tensor:
 def helpers(x: Tensor) -> Tensor:
     """Containers and functions of the standard library and NumPy, as ordinary models use them."""
     parts = OrderedDict(flat=x.reshape(len(x), int(np.prod(x.shape[1:]))))
-    return functools.reduce(operator.add, parts.values()).view_as(x) * math.sqrt(2.0)
+    return functools.reduce(operator.add, parts.values()).view(x.shape) * math.sqrt(2.0)
 
 
 FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
