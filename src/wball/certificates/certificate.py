@@ -20,6 +20,7 @@ from wball.certificates import trust
 from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
 from wball.certificates.complete import Leaf, Search
 from wball.certificates.complete.bound import grouped, improve, open_problems
+from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Bounds, Relaxation
 from wball.certificates.tracing import trace
@@ -123,9 +124,10 @@ class CertificateResult(Summarised):
         counterexample: for ``method="complete"``, images like ``x``. Where the status is
             ``FALSIFIED``, an audited point of the ball that the model misclassifies; elsewhere the
             image itself.
-        leaves: for ``method="complete"``, per image certified by branch and bound: the leaves of
-            its tree (:class:`~wball.certificates.complete.Leaf`). Classes that are not among them
-            were certified without splits. ``None`` elsewhere, or if the tree is too large to keep.
+        leaves: what the checker needs to repeat a bound (:class:`~wball.certificates.complete.Leaf`),
+            per image: the leaves of the tree of ``method="complete"``, the slopes of
+            ``"alpha-crown"``. Classes that are not among them were certified without. ``None`` if
+            the tree is too large to keep.
     """
 
     certified: Tensor
@@ -271,7 +273,7 @@ def _certify(
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return _result(empty, empty, effort, "torch", empty)
     step = effort.batch_size or _images_at_once(x)
-    margins, cleans, known, times = [], [], [], []
+    margins, cleans, known, times, leaves = [], [], [], [], list[tuple[Leaf, ...]]()
     seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
     most = f"at most {x.shape[0] * effort.time_limit:.0f} s"
     title = f"certify, {effort.method}, estimate {seconds:.0f} s, {most}"
@@ -287,13 +289,14 @@ def _certify(
             shown.advance(index.shape[0])
             margins.append(found)
             cleans.append(clean)
+            leaves += batch.leaves
             known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
             times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
         taken = torch.tensor(times, dtype=torch.float64, device=x.device)
         kernel = batch.source.kernel
         result = _result(torch.cat(cleans), torch.cat(margins), effort, kernel, taken)
         if effort.method != "complete":
-            return result
+            return replace(result, leaves=tuple(leaves))
         return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
 
 
@@ -516,6 +519,7 @@ class _BoundedBatch:
         self.clean, self.centre = clean, graph.values(x.to(torch.float64))
         self.source = ball.input_set(x, effort.plans)
         self.bounds, self.deadline = Bounds(), math.inf
+        self.leaves: list[tuple[Leaf, ...]] = [()] * x.shape[0]
 
     def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
         budget = _numbers_at_once(self.x)
@@ -589,7 +593,10 @@ class _BoundedBatch:
         image, other = ((found <= 0) & near).nonzero(as_tuple=True)
         if steps and image.numel() and time.monotonic() < self.deadline:
             problems = open_problems(relaxation, x, y, some, image, other)
-            climbed = improve(problems, problems.start(), steps, 0.3, self.deadline).bound
-            found[image, other] = torch.maximum(found[image, other], climbed)
+            climbed = improve(problems, problems.start(), steps, 0.3, self.deadline)
+            found[image, other] = torch.maximum(found[image, other], climbed.bound)
+            for n, k in enumerate(left[image].tolist()):
+                leaf = leaf_of(climbed, n, int(other[n]), self.graph.relaxed())
+                self.leaves[k] = (*self.leaves[k], leaf)
         margins[left] = found
         self.bounds.put(left, some)

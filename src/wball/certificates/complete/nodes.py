@@ -102,7 +102,7 @@ class Leaf:
             activations and pooling layers, the unit by its flat position in it, the sign of what it
             reads.
         prices: of the splits, in their order.
-        slopes: lower slopes of every unit, by activation, in half precision.
+        slopes: lower slopes of every unit, by activation.
         shares: shares of the anchored upper bound, likewise.
         box: prices of the box, if the input set has one.
     """
@@ -175,13 +175,14 @@ class Closed:
         found: list[Leaf] = []
         for nodes in self.parts:
             found += [
-                _leaf(nodes, n, other, self.layers)
+                leaf_of(nodes, n, other, self.layers)
                 for n in (nodes.problem == problem).nonzero()[:, 0].tolist()
             ]
         return tuple(found)
 
 
-def _leaf(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
+def leaf_of(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
+    """One of the nodes as a leaf; ``layers`` are the graph's relaxed operations."""
     splits: list[tuple[int, int, int]] = []
     prices: list[float] = []
     slopes: dict[int, Tensor] = {}
@@ -193,7 +194,7 @@ def _leaf(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
         unit = sign.nonzero()[:, 0]
         splits += [(number, u, s) for u, s in zip(unit.tolist(), sign[unit].tolist(), strict=True)]
         prices += beta[unit].tolist()
-        slopes[number] = nodes.state["alpha", position][n].flatten().clone()
-        shares[number] = nodes.state["share", position][n].flatten().clone()
-    box = nodes.state["box", 0][n].flatten().clone() if ("box", 0) in nodes.state else None
+        slopes[number] = nodes.state["alpha", position][n].flatten().clone().cpu()
+        shares[number] = nodes.state["share", position][n].flatten().clone().cpu()
+    box = nodes.state["box", 0][n].flatten().clone().cpu() if ("box", 0) in nodes.state else None
     return Leaf(other, tuple(splits), tuple(prices), slopes, shares, box)
