@@ -67,8 +67,10 @@ def _compiles(module: nn.Module) -> bool:
 
 # ---- what the model's own code reads and calls
 
-LIBRARIES = frozenset({"torch", "torchvision", "timm", "einops", "numpy", "wball"})
-"""Packages whose own code is not watched."""
+LIBRARIES = frozenset(
+    {"torch", "torchvision", "timm", "einops", "numpy", "wball", "sympy", "typing_extensions"}
+)
+"""Packages whose own code is not watched, with what PyTorch itself calls."""
 
 COMPUTING = LIBRARIES | {
     "builtins", "math", "_operator", "itertools", "_functools", "_warnings", "collections",
@@ -108,9 +110,11 @@ def is_own(frame: FrameType) -> bool:
     """Whether a frame is of the model's own code, or of the standard library called by it."""
     own = None
     for caller, _ in walk_stack(frame):
-        name, home = str(caller.f_globals.get("__name__")), caller.f_globals
-        if own is None and _module(name, sys.stdlib_module_names) is not home:
-            own = _module(name, LIBRARIES) is not home
+        home = caller.f_globals
+        name = home.get("__name__")
+        spec = getattr(home.get("__spec__"), "name", name)  # _collections_abc renames itself
+        if own is None and _module(str(spec), sys.stdlib_module_names) is not home:
+            own = _module(str(name), LIBRARIES) is not home
         if own is False or name == "importlib._bootstrap":
             return False
     return bool(own)

@@ -35,6 +35,10 @@ GROUPS = (3.0, 4.0, 6.0, 10.0, math.inf)
 SEARCH = 30
 """Steps of bisection for the price of the budget, in float32."""
 
+PRICED, FEW = (0.25, 0.5, 0.75), 64
+"""Prices of the box that are tried for up to so many rows: a pixel is charged for what it is worth
+beyond this quantile of the row."""
+
 LARGEST = 4096
 """Largest number of pixels of an image: its costs are held as a matrix."""
 
@@ -155,6 +159,16 @@ class Transport:
         are right."""
         if self.mass.numel() == 0:
             return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
+        found = self._highest(rows, charges, prices)
+        if prices is not None or self.box is None or rows.shape[0] > FEW:
+            return found
+        maps = rows.view(-1, self.channels, self.pixels)
+        for share in PRICED:
+            above = (maps - maps.quantile(share, 2, keepdim=True)).clamp(min=0).flatten(1)
+            found = torch.minimum(found, self._highest(rows, charges, above))
+        return found
+
+    def _highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
         at = rows if prices is None else rows - prices
         stay, moved = self.worth(at)
         size = stay.abs().amax(1) + torch.where(torch.isfinite(moved), moved.abs(), 0.0).flatten(
