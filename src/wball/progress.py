@@ -70,8 +70,9 @@ def bar(
     ``show=None`` shows it on a terminal or in a notebook, unless the work is part of a larger one
     that has a bar. With ``parts``, attacks report to it.
     """
+    notebook = "ipykernel" in sys.modules
     if show is None:
-        show = AROUND.get() is None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        show = AROUND.get() is None and (sys.stderr.isatty() or notebook)
     if not show:
         yield Bar()
         return
@@ -94,7 +95,8 @@ def bar(
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    # Text that overwrites itself needs no widgets, which a notebook may not have.
+    console = Console(stderr=True, force_jupyter=False, force_terminal=notebook or None)
     with Progress(*columns, console=console, transient=console.is_terminal) as display:
         made = Bar(display, display.add_task(escape(title), total=total))
         token = AROUND.set(made if parts else None)

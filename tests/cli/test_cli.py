@@ -237,7 +237,7 @@ def test_radii_suit_the_data(here: Path, capsys: Capture) -> None:
     assert all(f"{r:.2g}" == f"{r:g}" for r in result.radii)
     # the same command reads the result back with the same radii
     code, out, _ = said(capsys, *line)
-    assert code == 0 and "read from o: this evaluation was finished before" in out
+    assert code == 0 and "o contains a finished evaluation" in out
     assert "quick search" not in out
 
 

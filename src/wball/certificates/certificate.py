@@ -275,8 +275,8 @@ def _certify(
     step = effort.batch_size or _images_at_once(x)
     margins, cleans, known, times, leaves = [], [], [], [], list[tuple[Leaf, ...]]()
     seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
-    most = f"at most {x.shape[0] * effort.time_limit:.0f} s"
-    title = f"certify, {effort.method}, estimate {seconds:.0f} s, {most}"
+    most = x.shape[0] * effort.time_limit
+    title = f"certify, {effort.method}, {max(1, seconds):.0f} to {most:.0f} s"
     with bar(title, x.shape[0], "of the images", show=effort.progress) as shown:
         for index in torch.arange(x.shape[0], device=x.device).split(step):
             start = time.monotonic()

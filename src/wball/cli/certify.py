@@ -78,7 +78,11 @@ def certify(
             ball = threat.at(r)
             with choices.prints_aside(as_json):
                 proof = prove(net, images.x, images.y, ball, way, time_limit=time_limit)  # type: ignore[arg-type]
-                found = verify(net, images.x, images.y, ball, proof) if check else None  # type: ignore[arg-type]
+                found = (
+                    verify(net, images.x, images.y, ball, proof, time_limit=time_limit)  # type: ignore[arg-type]
+                    if check
+                    else None
+                )
             row: dict[str, Any] = {"eps": r, "certified": float(proof.certified.double().mean())}
             row["images"] = proof.certified.tolist()
             for column in ("margin", "status"):

@@ -178,7 +178,7 @@ def _earlier_radii(folders: list[Path]) -> list[float] | None:
 def _found(folder: Path) -> str | None:
     """What an earlier run left in a folder."""
     if (folder / "results.json").is_file():
-        return f"read from {folder}: this evaluation was finished before (--overwrite repeats it)"
+        return f"{folder} contains a finished evaluation (--overwrite repeats it)"
     begun = len(list((folder / "batches").glob("batch-*.safetensors")))
     return f"resumed in {folder}: {begun} batches were begun or finished before" if begun else None
 
