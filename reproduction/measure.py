@@ -26,7 +26,7 @@ from wball.certificates import FlowSmoothing, certify
 from wball.certificates.certificate import Method
 from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
-from wball.training.config import describe
+from wball.provenance import describe_settings
 
 BATCH = {"cpu": 100, "cuda": 5000}
 COLOUR_BATCH = {"cpu": 50, "cuda": 1000}
@@ -240,7 +240,7 @@ def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Att
     return [
         subject.sha256,
         provenance.fingerprint(x, y),
-        describe(attack),
+        describe_settings(attack),
         attack.describe(),
         shop.settings.seed,
         x.device.type,

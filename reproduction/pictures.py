@@ -21,7 +21,7 @@ from wball.ball import LinfBall, WassersteinBall
 from wball.cost import GridCost
 from wball.data import dataset_info
 from wball.evaluation import evaluate
-from wball.training.config import describe
+from wball.provenance import describe_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -414,7 +414,7 @@ def _measure_grid(shop: Workshop) -> Data:
             depends = [
                 "digits",
                 subject.sha256,
-                describe(attack),
+                describe_settings(attack),
                 keep.tolist(),
                 shop.settings.seed,
                 x.device.type,

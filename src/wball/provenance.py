@@ -5,8 +5,11 @@ Two runs of one command on one machine have the same provenance: it has no times
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import math
 import platform
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -85,3 +88,21 @@ def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "sha256": digest.hexdigest(),
     }
+
+
+def describe_settings(settings: Any) -> Any:
+    """Settings as JSON values: dataclasses become dictionaries with their type's name."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        fields = {
+            f.name: describe_settings(getattr(settings, f.name))
+            for f in dataclasses.fields(settings)
+        }
+        return {"type": type(settings).__name__, **fields}
+    if isinstance(settings, (tuple, list)):
+        return [describe_settings(v) for v in settings]
+    if isinstance(settings, float) and not math.isfinite(settings):
+        return str(settings)
+    if settings is None or isinstance(settings, (bool, int, float, str)):
+        return settings
+    # Without addresses, which change from run to run.
+    return getattr(settings, "__name__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(settings))

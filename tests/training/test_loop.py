@@ -21,6 +21,7 @@ from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, FrankWolfe, LinfBall, StandardAttack, WassersteinBall
 from wball.attacks import GrowingRadius
 from wball.evaluation import FolderInUse
+from wball.provenance import describe_settings
 from wball.storage.weights import save_weights
 from wball.training import (
     Adversary,
@@ -32,7 +33,6 @@ from wball.training import (
     train,
     verified_accuracy,
 )
-from wball.training.config import describe
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
@@ -298,9 +298,9 @@ def test_measurements_take_any_model_and_leave_it_as_it_was() -> None:
 
 def test_descriptions_are_json() -> None:
     text = json.dumps(
-        describe(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False
+        describe_settings(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False
     )
-    assert "0x" not in describe(partial(small_data, count=3))
+    assert "0x" not in describe_settings(partial(small_data, count=3))
     assert json.loads(text)["adversary"]["attack"]["growth"] == {
         "type": "GrowingRadius",
         "factor": 1.1,

@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -34,6 +34,7 @@ from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, judge
 from wball.plan import StoredPlan
 from wball.progress import Bar
+from wball.provenance import describe_settings
 from wball.result import joined_kernels
 
 PROGRESS_AFTER = 2_000_000
@@ -248,21 +249,12 @@ class Attack(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, for the files of an evaluation."""
-        plain: dict[str, Any] = {"name": type(self).__name__}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in ("ball", "progress", "check", "proofs", "view") or (
-                item.name == "target" and value is None
-            ):
-                continue
-            if is_dataclass(value) and not isinstance(value, type):
-                value = {"name": type(value).__name__, **asdict(value)}
-            elif not isinstance(value, (str, int, float, bool, type(None))):
-                value = getattr(value, "__qualname__", repr(value))
-            elif isinstance(value, float) and not math.isfinite(value):
-                value = str(value)
-            plain[item.name] = value
-        return plain
+        hidden = {"ball", "progress", "check", "proofs", "view"}
+        if self.target is None:
+            hidden.add("target")
+        shown = [item.name for item in fields(self) if item.name not in hidden]
+        plain = {name: describe_settings(getattr(self, name)) for name in shown}
+        return {"name": type(self).__name__, **plain}
 
     def __call__(
         self,

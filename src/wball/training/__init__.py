@@ -8,7 +8,6 @@ from wball.training.config import (
     Smooth,
     TrainConfig,
     Validation,
-    describe,
 )
 from wball.training.loop import TrainResult, train
 from wball.training.losses import accuracy, robust_accuracy, verified_accuracy
@@ -24,7 +23,6 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "accuracy",
-    "describe",
     "preset",
     "presets",
     "robust_accuracy",

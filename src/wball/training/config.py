@@ -1,10 +1,8 @@
-"""Settings of a training run. All are frozen; :func:`describe` turns them into JSON for the model card."""
+"""Settings of a training run. All are frozen."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +20,6 @@ def _check_share(settings: Any, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {getattr(settings, name)}")
-
-
-def _check_choice(settings: Any, name: str, *allowed: str) -> None:
-    """Raise unless this setting is one of the allowed values."""
-    value = getattr(settings, name)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,8 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         inputs.check_positive("lr", self.lr)
-        _check_choice(self, "method", "sgd", "adamw")
-        _check_choice(self, "schedule", "constant", "step", "one-cycle")
+        inputs.check_choice("method", self.method, ("sgd", "adamw"))
+        inputs.check_choice("schedule", self.schedule, ("constant", "step", "one-cycle"))
         if not 0 <= self.ema < 1:
             raise ValueError(
                 f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps"
@@ -132,7 +123,7 @@ class RadiusSchedule:
 
     def check_radii(self, eps: float) -> None:
         """Raise unless these settings fit a ball of radius ``eps``."""
-        _check_choice(self, "radius", "fixed", "per-image")
+        inputs.check_choice("radius", self.radius, ("fixed", "per-image"))
         if not 0 <= self.low <= eps:
             raise ValueError(f"low must be in [0, eps] = [0, {eps:g}], got {self.low}")
         inputs.check_positive("grow", self.grow)
@@ -352,18 +343,3 @@ _PARTS: dict[str, type] = {
     "smooth": Smooth,
     "evaluation": Validation,
 }
-
-
-def describe(settings: Any) -> Any:
-    """Settings as JSON values: dataclasses become dictionaries with their type's name."""
-    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        fields = {f.name: describe(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
-        return {"type": type(settings).__name__, **fields}
-    if isinstance(settings, (tuple, list)):
-        return [describe(v) for v in settings]
-    if isinstance(settings, float) and not math.isfinite(settings):
-        return str(settings)
-    if settings is None or isinstance(settings, (bool, int, float, str)):
-        return settings
-    # Without addresses, which change from run to run.
-    return getattr(settings, "__name__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(settings))

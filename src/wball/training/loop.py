@@ -27,9 +27,10 @@ from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.model import as_found, ask, check_classes
 from wball.progress import bar as progress_bar
+from wball.provenance import describe_settings
 from wball.storage.files import clear_parts, locked, write_tensors, write_whole
 from wball.storage.weights import load_weights, save_weights
-from wball.training.config import OWN, Optimisation, TrainConfig, describe
+from wball.training.config import OWN, Optimisation, TrainConfig
 from wball.training.losses import Objective, Opponent, Radii, Teacher, measure
 from wball.training.state import (
     Average,
@@ -349,7 +350,7 @@ class _Run:
             tensors["radii"] = self.radii.values
         tensors["totals"] = self.totals
         header = {
-            "config": describe(self.config),
+            "config": describe_settings(self.config),
             "step": self.step,
             "images": self.images,
             "seconds": self.seconds,
@@ -384,7 +385,7 @@ class _Run:
         self.progress()
 
     def _resume(self, tensors: dict[str, Tensor], header: Any, path: str) -> None:
-        _check_same(header["config"], describe(self.config), path)
+        _check_same(header["config"], describe_settings(self.config), path)
         _check_same(header["data"], self.data, path, "data")
         _check_same(header["init"], self.origin or header["init"], path, "init")
         self.origin = header["init"]
@@ -412,7 +413,7 @@ class _Run:
             k: round(v, 6) for k, v in last.items() if k.endswith("accuracy") or "_accuracy_" in k
         }
         measured.pop("train_accuracy", None)
-        settings = describe(self.config)
+        settings = describe_settings(self.config)
         about = {k: settings.pop(k) for k in ("name", "architecture", "dataset", "summary")}
         settings.pop("type")
         return {
