@@ -175,6 +175,6 @@ def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path
     )
     (warning,) = result.warnings
     assert warning.code == "loss-still-rising" and warning.message.startswith(
-        "40 of 40 images survived"
+        "20 of 20 images survived"
     )
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6

@@ -17,6 +17,7 @@ something, but not from these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,16 +50,16 @@ LARGEST = 500_000
 def missed_in_full_ball(
     attacks: Sequence[Attack], view: View, task: Task, survived: Tensor
 ) -> Finding:
-    """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks
-    does."""
-    here, x = survived.nonzero().squeeze(1)[:SURVIVORS], task.x
+    """How many survivors a cheap guess breaks in a full ball, and none of the attacks does.
+    Estimated from the first of them."""
+    every, x = survived.nonzero().squeeze(1), task.x
+    here = every[:SURVIVORS]
     ball = attacks[0].ball.take(here).at(FULL)
     guessed = torch.zeros(here.numel(), dtype=torch.bool, device=x.device)
     for shift in range(1, GUESSES + 1):
         guess = drifted(ball, x[here], x.roll(shift, 0)[here])
         guessed |= view.judge(task.take(here), guess)
-    here = here[guessed]
-    left = here
+    left = here[guessed]
     for attack in attacks:
         if left.numel() == 0:
             break
@@ -66,7 +67,8 @@ def missed_in_full_ball(
         full = attack.at(FULL).take(left)
         found = full.attack_batch(replace(part, model=view.model), draws)
         left = left[~(found.success & view.judge(part, found.images))]
-    return Finding("full-ball-survivors", left.numel(), here.numel())
+    share = left.numel() / max(1, here.numel())
+    return Finding("full-ball-survivors", math.ceil(share * every.numel()), survived.numel())
 
 
 def drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
@@ -110,7 +112,6 @@ class Student:
         device = self._draws.device
         for _ in range(max(LESSONS, len(labels) // AT_ONCE)):
             some = torch.randint(len(labels), (AT_ONCE,), generator=self._draws, device=device)
-            some = some.to(labels.device)
             with torch.enable_grad():
                 logits = self.network(images[some])
                 loss = F.cross_entropy(logits, labels[some], ignore_index=-1)

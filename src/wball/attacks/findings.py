@@ -42,8 +42,8 @@ CODES: dict[str, Code] = {
         "attack a differentiable approximation of what hides the gradients; see docs/attacks.md",
     ),
     "black-box-stronger": Code(
-        "a black-box search, or a network that learnt the model's labels, broke {images} of {of} images that survived "
-        "every gradient attack",
+        "a black-box search, a network that learnt the model's labels, or rounding to 8 bits broke {images} of {of} "
+        "images that survived every gradient attack",
         "gradients are misleading: attack a differentiable approximation, or raise the queries of ScoreSearch",
         tolerated=0.02,
     ),
@@ -62,8 +62,9 @@ CODES: dict[str, Code] = {
         fewest=2,  # one image says little about a model
     ),
     "full-ball-survivors": Code(
-        "{images} of {of} images survived at an unlimited radius, where the shapes of other images fool the model",
+        "about {images} of {of} images survive at an unlimited radius, where the shapes of other images fool the model",
         "gradients lead the attack astray: attack a differentiable approximation of the model",
+        tolerated=FEW_SURVIVORS,
     ),
     "tied-answers": Code(
         "the two largest logits of {images} of {of} claimed examples are equal up to rounding; they are not counted",

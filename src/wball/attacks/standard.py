@@ -5,11 +5,11 @@ Each member attacks only the images that survived those before it. The members d
 their objective, because local optima depend on it most: an image that survives a hundred steps of
 the margin is often broken at once by an attack on its second or third likeliest class.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 4*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 5*)
 
-=======  =============  =========  =====  ===========================================
+=======  =============  =========  =====  ================================================
 member   objective      step size  steps  remarks
-=======  =============  =========  =====  ===========================================
+=======  =============  =========  =====  ================================================
 1        cross-entropy  6 -> 0     100    linear decay
 2        margin         6 -> 0     100
 3        runner-up-2    6 -> 0     100
@@ -30,29 +30,29 @@ member   objective      step size  steps  remarks
 19       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
 20       margin         6 -> 0     100    near only, random start, 3 nats
 21       margin         0.5        150    constant step size, from the best attempt
-22       scores                           search without gradients, 1,000 forward passes
-23       several        6 -> 0     30     on students, which learn the model's labels
-24       none                             best attempts, rounded to 8 bits
-=======  =============  =========  =====  ===========================================
+22       margin         6 -> 0     40     on the model behind rounding to 8 bits
+23       scores                           search without gradients, 1,000 forward passes
+24       several        6 -> 0     30     on students, which learn the model's labels
+25       none                             attempts of members 22 and 24, rounded to 8 bits
+=======  =============  =========  =====  ================================================
 
 - *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained
   against small changes of every pixel are flat around an image.
 - *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was
   still rising.
-- Members 1 to 21 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
-  balls without plans. Member 22 is :class:`~wball.ScoreSearch`.
-- Member 23 (:class:`wball.attacks.control.Student`) uses nothing of the model but its labels, so
+- Members 1 to 22 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
+  balls without plans. Member 23 is :class:`~wball.ScoreSearch`.
+- Member 24 (:class:`wball.attacks.control.Student`) uses nothing of the model but its labels, so
   that no mask matters to it. It runs if more images survive than one in fifty, on the bundled
   network whose examples fool the model most often, or on a small one with random weights. Rounds of
   learning and attacking follow each other until nothing new is broken.
-- Member 24 runs if the images are 8-bit images: a model may be weak only there. Attempts of member
-  23 are rounded, too.
+- Members 22 and 25 run if the images are 8-bit images: a model may be weak only there.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If no gradients
 predict it clearly, the search has 5,000 forward passes. Random models are averaged, and the
 majority of 15 answers decides. If an example has a tiny margin (:data:`CLEARLY`), the next members
-search for a clearer one; otherwise it counts if it is also an example in batches of other sizes.
+search for a clearer one; otherwise it counts if it is also an example in a batch of its own.
 ``result.findings`` lists what the views and the control experiments (:mod:`wball.attacks.control`)
 say about the numbers.
 
@@ -65,6 +65,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -102,7 +103,7 @@ from wball.model import Model, as_found, ask, check_classes, full_precision
 
 Version = Literal["standard", "fast"]
 
-VERSION = 4
+VERSION = 5
 """Number of the member list; results name it."""
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the search: with useful gradients, and without."""
@@ -127,6 +128,7 @@ class _Member:
     from_best: bool = False
     near: bool = False
     smoothed: float = 0.0
+    on_bytes: bool = False
 
     @property
     def steady(self) -> bool:
@@ -186,6 +188,7 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
         _Member("margin", random_start=3.0, near=True),
         _Member("margin", step_size=0.5, decay=0.0, steps=150, from_best=True),
+        _Member("margin", steps=40, on_bytes=True),
     ),
     "fast": tuple(
         _Member(name, steps=30)
@@ -224,8 +227,8 @@ class StandardAttack(Attack):
         """The settings as plain data, with the number of the version and the list of members."""
         members = [str(member) for member in MEMBERS[self.version]]
         if self.version == "standard":
-            members += [f"search without gradients, {QUERIES} forward passes"]
-            members += ["students", "8-bit rounding"]
+            search = f"search without gradients, {QUERIES} forward passes"
+            members += [search, "students", "8-bit rounding"]
         return {**super().describe(), "version_number": VERSION, "members": members}
 
     def members(
@@ -301,18 +304,20 @@ class StandardAttack(Attack):
                     continue
                 smoothed = Smoothed(view.model, kind.smoothed, self.ball.box, generator)
                 part = replace(part, model=smoothed)
+            if kind.on_bytes:
+                part = replace(part, model=partial(_on_bytes, view.model))
+                member = replace(member, until_success=False)
             with full_precision():  # examples that exist in TF32 only would end the search
                 found = member.take(here).attack_batch(part, generator, progress)
             if kind.steady and found.rising is not None:
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)
-        assert ensemble.best is not None
+            if kind.on_bytes:
+                ensemble.round_attempts(len(members) + 1, here, found)
         if self.version == "standard":
             ensemble.attack_students(len(members), classes, generator)
-            left = ensemble.survivors()
-            ensemble.round_attempts(len(members) + 1, left, ensemble.best.take(left))
         best = ensemble.finish()
-        return replace(best, findings=self._findings(view, task, best, members))
+        return replace(best, findings=self._findings(view, task, best, members[: len(kinds) - 1]))
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
         """The result on the levels. The view judges the examples of members."""
@@ -324,18 +329,17 @@ class StandardAttack(Attack):
         assert best.member is not None and best.rising is not None
         count, survived = best.success.numel(), ~best.success
         alive = int(survived.sum())
-        blind = (best.member == len(members) - 1) | (best.member == len(members))
-        searched = 0 if self.version == "fast" else int(blind.sum())
+        blind = int((best.member >= len(members)).sum())  # the search, students and rounding
         found = [
             control.not_finite(task.model, task.x, best.images),
             Finding("masked-gradients", 0 if view.is_useful else alive, count),
-            Finding("black-box-stronger", searched, count),
+            Finding("black-box-stronger", blind, count),
             Finding("random-answers", count if view.random else 0, count),
             Finding("loss-still-rising", int(best.rising.sum()), count),
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
-        if alive > FEW_SURVIVORS * count and task.target is None:
+        if task.target is None:
             found.append(control.missed_in_full_ball(members[:4], view, task, survived))
         return merged(found)
 
@@ -366,6 +370,8 @@ class _Ensemble:
         left = ~self._clear
         if kind.near:
             left &= self.near | self.rising
+        if kind.on_bytes:
+            left &= self._on_bytes
         return left.nonzero().squeeze(1)
 
     def add(self, number: int, here: Tensor, found: AttackResult) -> AttackResult:
@@ -435,15 +441,21 @@ class _Ensemble:
         return found.success
 
     def finish(self) -> AttackResult:
-        """The result, without examples that are none in batches of other sizes."""
+        """The result, without examples that are none in a batch of their own."""
         assert self.best is not None
         unclear = (self.best.success & ~self._clear).nonzero().squeeze(1)
         if unclear.numel() and not self._view.random:
-            part = self._task.take(unclear)
-            lost = unclear[~_asked_again(self._view, part, self.best.images[unclear])]
+            judge, task, images = self._view.judge, self._task, self.best.images
+            alone = [judge(task.take(one), images[one]) for one in unclear.split(1)]
+            lost = unclear[~torch.cat(alone)]
             self.best = without(self.best, lost)
             self.member[lost] = -1
         return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
+
+
+def _on_bytes(model: Model, x: Tensor) -> Tensor:
+    """The model's answer to the nearest 8-bit images, with its gradient there."""
+    return ask(model, (255 * x).round().detach() / 255 + (x - x.detach()))
 
 
 def _claimed(attempts: AttackResult) -> AttackResult:
@@ -464,15 +476,6 @@ def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, 
     ahead = margin(logits, task.y, task.target)
     clear = ahead > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     return found, ahead, found.success & (clear | view.random)
-
-
-def _asked_again(view: View, task: Task, z: Tensor) -> Tensor:
-    """Which examples hold in batches of other sizes: each alone, and all of them twice."""
-    every = torch.arange(len(z), device=z.device)
-    alone = torch.cat([view.judge(task.take(one), z[one]) for one in every.split(1)])
-    twice = every.repeat(2)
-    again = view.judge(task.take(twice), z[twice])
-    return alone & again[: len(z)] & again[len(z) :]
 
 
 def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:

@@ -72,8 +72,8 @@ CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of models that cannot run where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
 """Usual spread of an image's logits. Other logits are multiplied by a power of two."""
-ASKED_AGAIN, FEW = 7, 4
-"""Repeated evaluations of a few images, to detect random answers."""
+ASKED_AGAIN = 7
+"""Repeated evaluations, to detect random answers."""
 DRAWS = 8
 """Answers of a random model that an attack averages over."""
 ANSWERS = 15
@@ -145,9 +145,8 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     with torch.no_grad():
         outputs = ask(model, first)
         # Batches of one size are compared: others may round differently.
-        few = [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
-        again = [(outputs, ask(model, first)), *((few[0], other) for other in few[1:])]
-        random = any(bool(answers_differ(one, other).any()) for one, other in again)
+        again = (ask(model, first) for _ in range(ASKED_AGAIN))
+        random = any(bool(answers_differ(outputs, other).any()) for other in again)
         probabilities = are_probabilities(outputs)
 
     def seen(view: Model) -> Model:

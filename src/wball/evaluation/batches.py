@@ -14,6 +14,7 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.attack import Task
-from wball.attacks.findings import FEW_SURVIVORS, Finding, merged
+from wball.attacks.findings import CODES, Finding
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
@@ -70,6 +71,11 @@ class _Batch:
     def unbroken(self) -> Tensor:
         """Positions of the images without an example."""
         return self.state["distance"].isinf().nonzero().squeeze(1)
+
+    def count(self, code: str, images: int) -> None:
+        """Note on how many images a finding was seen, at the radius where it was seen most."""
+        findings = self.notes["findings"]
+        findings[code] = max(findings.get(code, 0), images)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Batches:
             "logits": logits,
         }
         notes: dict[str, Any] = {"run": json_checksum(self.settings), "batch": number, "done": 0}
-        return _Batch(x, y, state, {**notes, "rejected": [], "findings": [], "disagreements": []})
+        return _Batch(x, y, state, {**notes, "rejected": [], "findings": {}, "disagreements": []})
 
     def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A stored batch; a ``ValueError`` if the file is not this batch of this run."""
@@ -214,12 +220,8 @@ class Batches:
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         batch.state["n_steps"][left] += found.n_steps.cpu()
-        few = int((~found.success).sum()) <= FEW_SURVIVORS * len(batch.x)
-        batch.notes["findings"] += [
-            [f.code, f.images, f.of]
-            for f in found.findings
-            if not few or f.code != "full-ball-survivors"
-        ]
+        for finding in found.findings:
+            batch.count(finding.code, finding.images)
         claimed, success = found.success.cpu(), found.success
         member = torch.zeros_like(left) if found.member is None else found.member.cpu()
         radius = torch.full((int(claimed.sum()),), float(attack.ball.eps), dtype=torch.float64)
@@ -246,8 +248,7 @@ class Batches:
         first, second = logits.topk(2, 1).values.unbind(1)
         close = (first - second <= rounding(logits)).cpu()
         tied = valid & ~fooled & torch.where(read_as == label, close, read_as >= 0)
-        # Zero counts are recorded, so that the share refers to all claims.
-        notes["findings"].append(["tied-answers", int(tied.sum()), len(index)])
+        batch.count("tied-answers", int(tied.sum()))
         for k in (~good & ~tied).nonzero().squeeze(1).tolist():
             said = "has NaN logits for" if read_as[k] < 0 else "classifies correctly"
             reason = report.reasons[k] or f"the model {said} the stored image"
@@ -342,7 +343,7 @@ class Batches:
         """The whole evaluation, after every batch is done."""
         columns: list[dict[str, Tensor]] = []
         rejected: list[dict[str, Any]] = []
-        findings: list[Finding] = []
+        seen: Counter[str] = Counter()
         disagreements: list[int] = []
         for batch in range(self.count):
             state, notes = self._read(batch)
@@ -350,12 +351,13 @@ class Batches:
             small = state.keys() - IMAGES
             columns.append({name: state[name].clone() for name in small})
             rejected += notes["rejected"]
-            findings += [Finding(*entry) for entry in notes["findings"]]
+            seen.update(notes["findings"])
             disagreements += notes["disagreements"]
         whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
         whole["radius"] = self._smallest_radius(whole)
         x, y = self.data.take(slice(0, self.size))
-        doubts, remarks = as_warnings(merged(findings), model_signs(self.model, x, y))
+        findings = [Finding(code, seen[code], len(self.data)) for code in CODES if seen[code]]
+        doubts, remarks = as_warnings(findings, model_signs(self.model, x, y))
         index = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
         pairs = [self.pairs(part) for part in index.split(self.size)]
         original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
