@@ -60,7 +60,7 @@ def test_paper_presets() -> None:
     assert PGD.paper("cifar10", "scripts").ball.cost == GridCost(5, 2.0) and cifar.ball.eps == 0.001
     with pytest.raises(ValueError, match="source must be one of curves, text, scripts"):
         PGD.paper("mnist", "code")  # type: ignore[arg-type]
-    assert mnist.mode == "paper" and mnist.step_size == 0.1
+    assert mnist.mode == "paper" and mnist.step == "linf" and mnist.step_size == 0.1
 
 
 def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -307,9 +306,3 @@ def test_report_text() -> None:
     assert "9 images: 2 valid, 7 invalid" in text
     assert "image 1: NaN" in text
     assert "and 2 more" in text
-
-
-def test_a_report_is_plain_data() -> None:
-    x = torch.rand(2, 1, 4, 4)
-    report = wball.audit(wball.WassersteinBall(0.1), x, x)
-    assert json.loads(json.dumps(report.to_dict()))["valid_count"] == 2

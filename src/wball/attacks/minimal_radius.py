@@ -42,14 +42,12 @@ class MinimalRadius(Summarised):
         failed: largest radius below it at which the attack failed.
         images: the example at ``radius``, or the clean image.
         success: whether there is one.
-        n_attacks: attacks run, per image.
     """
 
     radius: Tensor
     failed: Tensor
     images: Tensor
     success: Tensor
-    n_attacks: Tensor
 
     def headline(self) -> dict[str, str]:
         shown = {"images": str(len(self.radius)), "broken": str(int(self.success.sum()))}
@@ -96,7 +94,7 @@ def minimal_radius(
     whole, batch = Task(model, x, y, target), x.shape[0]
     radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
     failed = torch.zeros_like(radius)
-    images, tried = x.clone(), torch.zeros(batch, dtype=torch.long, device=x.device)
+    images = x.clone()
     todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
     attack = attack.at(hi).prepared(model, x, y)
     for _ in range(rounds + 1):
@@ -106,7 +104,6 @@ def minimal_radius(
         result = attack.at(eps[todo])(
             model, task.x, task.y, target=task.target, generator=generator
         )
-        tried[todo] += 1
         success = result.success & (
             result.radius <= eps[todo]
         )  # an attack's radius may grow by itself
@@ -129,7 +126,7 @@ def minimal_radius(
         open_interval = radius.isfinite() & (radius - failed > TOL * radius)
         todo = open_interval.nonzero().squeeze(1)
         eps = torch.where(open_interval, (radius + failed) / 2, eps)
-    return MinimalRadius(radius, failed, images, radius.isfinite(), tried)
+    return MinimalRadius(radius, failed, images, radius.isfinite())
 
 
 def _pull_back(task: Task, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,26 +100,6 @@ class AuditReport(Summarised):
         return "\n".join(lines)
 
     __str__ = summary
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON; infinite entries become ``None``."""
-
-        def plain(values: Tensor) -> list[float | None]:
-            return [v if math.isfinite(v) else None for v in values.tolist()]
-
-        return {
-            "unit": self.unit,
-            "tolerances": {"mass": MASS_TOL, "box": BOX_TOL, "distance": DISTANCE_TOL},
-            "images": len(self),
-            "valid_count": self.n_valid,
-            "eps": plain(self.eps),
-            "mass_error": plain(self.mass_error),
-            "box_violation": plain(self.box_violation),
-            "distance": plain(self.distance),
-            "exact": self.exact.tolist(),
-            "valid": self.valid.tolist(),
-            "reasons": list(self.reasons),
-        }
 
 
 def audit(
