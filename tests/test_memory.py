@@ -13,7 +13,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize(
     ("taken", "reserved", "free", "share", "left"),
     [
-        (0, 0, 80, 1.0, 80),  # nobody else
+        (0, 0, 80, 1.0, 80),  # no other process
         (10, 30, 50, 1.0, 70),  # 20 in the allocator's cache can be used again
         (10, 10, 30, 1.0, 30),  # another process holds 60
         (10, 30, 70, 0.4, 30),  # the process may have 40 of 100

@@ -1,4 +1,4 @@
-"""One bar for all: what it shows, and who reports to whom."""
+"""One bar for all: what it shows, and how nested work reports to it."""
 
 from __future__ import annotations
 

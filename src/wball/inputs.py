@@ -114,7 +114,7 @@ def check_layout(name: str, value: Tensor) -> None:
 def check_images(
     name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor
 ) -> Tensor:
-    """Images with non-negative pixels inside the box; rounding errors are clipped.
+    """Check that pixels are inside the box, and not negative; clip rounding errors.
 
     8-bit images are divided by 255, unless the box reaches beyond 1. Tensors given ``beside`` them
     must be finite, of their shape and on their device.
@@ -186,7 +186,7 @@ def check_positive(name: str, value: float, *, inf: bool = False) -> float:
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """One of several names."""
+    """Raise unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 

@@ -38,7 +38,7 @@ class StoredPlan(ABC):
         """The mass on each move, ``(B, C, K, H, W)``."""
 
     def written(self) -> Plan:
-        """The plan written out."""
+        """The plan with one number per move, as a :class:`Plan`."""
         arcs = self.arcs()
         return Plan(self.moves.like(arcs), arcs)
 

@@ -390,7 +390,7 @@ def test_empty_batch(net: nn.Module) -> None:
 
 
 def test_progress_bar_is_silent_unless_asked(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("dual averaging", "pgd", "fast"):  # nobody asked, not even where a terminal is
+    for name in ("dual averaging", "pgd", "fast"):  # not requested, not even on a terminal
         ATTACKS[name](case.net, case.images[:2], case.labels[:2])
         assert capfd.readouterr().err == ""
     shown = replace(ATTACKS["dual averaging"], progress=True)(*case)

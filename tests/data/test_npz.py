@@ -26,7 +26,7 @@ def test_items_are_those_of_the_arrays(tmp_path: Path, save: object) -> None:
 
 
 def test_a_file_that_unpacks_to_gigabytes_is_read_in_little_memory(tmp_path: Path) -> None:
-    """1 MB of zeros that stand for 3 GB."""
+    """1 MB of compressed zeros: 3 GB in memory."""
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         for name, shape, size in (("x", (10**6, 3, 32, 32), 1), ("y", (10**6,), 8)):
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

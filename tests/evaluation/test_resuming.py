@@ -77,7 +77,7 @@ def test_a_file_system_without_locks_is_not_a_folder_in_use(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for wait in (False, True):  # nobody waits for locks that never come
+    for wait in (False, True):  # the call must not wait for a lock
         with pytest.raises(OSError, match="cannot lock files"), locked(tmp_path, wait=wait):
             pass
 

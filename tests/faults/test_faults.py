@@ -88,7 +88,7 @@ def test_stopped_by_a_signal_and_started_again(
 
 @pytest.mark.slow
 def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -> None:
-    """The job fails and says so; two others go on, and end with the numbers of a run that nobody disturbed.
+    """The job fails and says so; two others continue, and end with the numbers of an undisturbed run.
 
     The images are streamed, while the undisturbed run had them in memory: the files are the same to the byte.
     """

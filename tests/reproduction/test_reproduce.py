@@ -90,7 +90,7 @@ def test_ours_is_an_evaluation(shop: Workshop) -> None:
     result, seconds = measuring.evaluated(shop, linear(), x, y, [0.5, 0.05])
     made = measuring.curve(result, seconds)
     assert result.radii == [0.05, 0.5] and [p["eps"] for p in made["curve"]] == [0.0, 0.05, 0.5]
-    # A linear model: the support function says exactly who can be broken.
+    # A linear model: the support function says exactly which images can be broken.
     margin = linear().model(x).detach()
     weight = linear().model[1].weight.detach()
     direction = (weight[1] - weight[0]).view(1, 1, 6, 6)

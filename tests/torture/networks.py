@@ -269,7 +269,7 @@ def main() -> None:
     """``PYTHONPATH=tests python -m torture.networks --networks 10000 --processes 16``."""
     parser = argparse.ArgumentParser(prog="python -m torture.networks")
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after this time")
-    parser.add_argument("--networks", type=int, default=10**6, help="stop after so many")
+    parser.add_argument("--networks", type=int, default=10**6, help="number of networks")
     parser.add_argument("--processes", type=int, default=1, help="number of processes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
     given = parser.parse_args()

@@ -284,7 +284,7 @@ def test_measurements_take_any_model_and_leave_it_as_it_was() -> None:
     model, (x, y) = small_model(), small_data(40)
     attack = DualAveraging(WassersteinBall(0.1), steps=1)
     model.train()
-    model[0].eval()  # as those do who freeze the statistics of a part
+    model[0].eval()  # as when the statistics of a part are frozen
     assert accuracy(lambda z: model(z), x, y) == accuracy(model, x, y)
     assert robust_accuracy(lambda z: model(z), x, y, attack) == robust_accuracy(model, x, y, attack)
     assert [m.training for m in model] == [False, True, True, True, True, True]

@@ -1,4 +1,4 @@
-"""Killed runs end with the weights of the run that nobody disturbed; two processes train the model of one."""
+"""Killed runs end with the weights of an undisturbed run; two processes train the model of one."""
 
 from __future__ import annotations
 

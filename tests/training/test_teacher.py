@@ -60,7 +60,7 @@ def test_every_loss_sees_the_teacher() -> None:
         assert float((hard[0] - soft[0]).detach().abs()) > 1e-3
         assert torch.equal(hard[1], soft[1]) and torch.equal(
             hard[2], soft[2]
-        )  # who is right does not depend on it
+        )  # correctness does not depend on it
 
 
 @pytest.mark.parametrize(

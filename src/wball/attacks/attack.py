@@ -230,8 +230,7 @@ class Attack(ABC):
         """Called once with the model as found."""
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
-        """The attack with what it has to find out about the model, for several calls on images like
-        these."""
+        """The attack after it has inspected the model, for repeated calls on such images."""
         return self
 
     @property
@@ -334,7 +333,8 @@ class Attack(ABC):
 
     @contextmanager
     def _steps(self, images: int) -> Iterator[StepCount | None]:
-        """Progress on a bar of its own or on that of an evaluation; ``None`` if there is none."""
+        """Open a progress counter: on a bar of its own, or on that of the evaluation around it.
+        ``None`` without a bar."""
         name, steps = type(self).__name__, self.n_gradients
         show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
         if show:

@@ -80,8 +80,7 @@ def drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
 
 
 def not_finite(model: Model, *images: Tensor) -> Finding:
-    """How many images have an answer with NaN or infinity, where -inf is a class that is ruled
-    out."""
+    """Count images whose logits contain NaN or +inf. -inf is allowed: it rules a class out."""
     with torch.no_grad():
         answers = [ask(model, part) for part in images]
     bad = torch.stack([(one.isnan() | one.isposinf()).any(1) for one in answers]).any(0)

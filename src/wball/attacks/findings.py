@@ -20,13 +20,13 @@ have missed."""
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means.
+    """The text of a finding, and when it is serious.
 
     Attributes:
         sentence: what was seen, with ``{images}`` and ``{of}``.
         remedy: what to do about it.
-        tolerated: the share of images up to which it is a note; ``None`` if it always is.
-        fewest: how many images it takes in any case.
+        tolerated: the finding is a note up to this share of images; ``None``: it is always a note.
+        fewest: the smallest number of images that makes it serious.
     """
 
     sentence: str

@@ -8,7 +8,7 @@ the buffers and ends by copying into them, so that between two replays the objec
 would hold without a recording.
 
 A recording must reproduce the last step that was made without one. Where it does not, or where the
-model cannot be recorded (it reads from the device, or works on the host), the attack goes on step
+model cannot be recorded (it reads from the device, or works on the host), the attack continues step
 by step.
 """
 

@@ -81,7 +81,7 @@ ANSWERS = 15
 
 
 def _logarithms(model: Model, x: Tensor) -> Tensor:
-    """Probabilities as logits."""
+    """Logarithms of a model's probabilities, to be used as logits."""
     p = ask(model, x)
     return p.clamp(min=torch.finfo(p.dtype).tiny).log()
 

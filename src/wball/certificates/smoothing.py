@@ -190,8 +190,8 @@ class FlowSmoothing:
         """The smoothed classifier's answer, or an abstention where two classes are too close to
         tell.
 
-        An answer that is not abstained differs from the smoothed classifier's with probability at
-        most ``alpha``.
+        If it does not abstain, the class differs from that of the smoothed classifier with
+        probability at most ``alpha``.
         """
         from scipy.stats import binomtest
 

@@ -171,7 +171,7 @@ class Valueless(Tensor):
     is an error.
 
     PyTorch's own ``FakeTensor`` does the same, but loads its compiler for it, and all that this
-    depends on. Here zeros stand behind the shapes, where no model can read them.
+    depends on. Here the shapes are followed by zeros, where no model can read them.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -337,7 +337,7 @@ class Recorder(TorchFunctionMode):
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
         """Refuse compiled functions that read more than their arguments, that read values of a
-        tensor, or of PyTorch and fail: a model that goes on may have asked for values in a way that
+        tensor, or of PyTorch and fail: a model that continues may have asked for values in a way that
         no operation shows."""
         if event not in ("c_call", "c_exception"):
             return

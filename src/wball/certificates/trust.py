@@ -195,7 +195,7 @@ class _Digest(pickle.Pickler):
         return name, cells, value.__defaults__, value.__kwdefaults__, vars(value)
 
     def _named(self, held: dict[str, Any]) -> dict[str, Any]:
-        """What the code that ran may read of the attributes of an object."""
+        """The attributes of an object that the executed code may have read."""
         return {name: part for name, part in held.items() if self.every or name in self.names}
 
     def reducer_override(self, value: Any) -> Any:

@@ -50,7 +50,7 @@ def _all(
 
 
 def command(function: Callable[..., int]) -> Callable[..., int]:
-    """Register a command. A parameter whose type is a dataclass stands for its fields."""
+    """Register a command. The fields of a dataclass parameter become options."""
     hints = get_type_hints(function, include_extras=True)
     parameters, groups = dict[str, Parameter](), dict[str, Any]()
     for given in signature(function).parameters.values():

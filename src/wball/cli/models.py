@@ -216,7 +216,7 @@ def _model_from(spec: str, value: Any) -> Any:
 
 
 def find(spec: str) -> Any:
-    """What ``package.module:name`` or ``path/to/file.py:name`` stands for."""
+    """Import the object that ``package.module:name`` or ``path/to/file.py:name`` names."""
     module, _, attribute = spec.rpartition(":")
     if not module or not attribute:
         raise typer.BadParameter(f"{spec}: expected package.module:function or mine.py:function")

@@ -291,7 +291,7 @@ class Problem:
         return self._with(lambda values: values.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Problem:
-        """The problem with its tensors changed."""
+        """The problem with ``change`` applied to each of its tensors."""
         limits = self.tolerance
         return replace(
             self,
@@ -319,7 +319,7 @@ class Problem:
 
     @property
     def boxed(self) -> bool:
-        """Whether a plan can break the box."""
+        """Whether there is a pixel range that a plan can leave."""
         return self.columns.hi < math.inf or self.columns.lo > 0
 
     def repaired(self, plan: Plan) -> Plan:

@@ -258,8 +258,8 @@ def pixels(
     RC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a program that holds a whole image: its pixels, which of them are real, and their staged
-    addresses.
+    """Pixel numbers of a program that holds a whole image, which of them exist, and their
+    addresses in the padded buffer.
 
     ``one`` is a one the compiler cannot see: shifted loads are never aligned, so neighbouring
     threads should hold neighbouring pixels instead of four each.

@@ -202,7 +202,7 @@ def _solved(
 
 
 def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -> ProjectionResult:
-    """The result with the images at ``index`` replaced; their steps are added."""
+    """The result with the images at ``index`` replaced by ``others``; iterations are added."""
 
     def put(mine: Tensor, theirs: Tensor) -> Tensor:
         return mine.index_copy(0, index, theirs.to(mine))

@@ -535,7 +535,7 @@ def _idle(model: nn.Module, x: Tensor) -> bool:
 
 
 def _seed(number: int, device: torch.device) -> None:
-    """Seed layers such as dropout, so that a repeated step repeats their numbers."""
+    """Seed layers such as dropout, so that a repeated step draws the same random numbers."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):

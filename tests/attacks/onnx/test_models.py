@@ -169,7 +169,7 @@ def test_rows_of_a_table() -> None:
     proto.graph.output.append(helper.make_tensor_value_info("label", TensorProto.INT64, ["n"]))
     torch.testing.assert_close(
         OnnxModel(proto)(rows), rows @ torch.from_numpy(weight)
-    )  # nobody asks for labels
+    )  # labels are not requested
     with pytest.raises(ValueError, match=r"takes images of shape \(48\), got \(60,\)"):
         OnnxModel(proto)(torch.rand(2, 3, 4, 5))
     proto.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = TensorProto.FLOAT

@@ -137,7 +137,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Traced:
-    """Lower bounds ``(N,)`` of the margins, and how they came about."""
+    """Lower bounds ``(N,)`` of the margins, with the rows, charges and lines that they use."""
 
     value: Tensor
     rows: Rows

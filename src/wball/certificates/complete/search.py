@@ -275,7 +275,7 @@ class Search:
             self._settle(left)
 
     def _small_tree(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Split for about as long as one round of tightening takes."""
+        """Run branch and bound for about as long as one round of tightening takes."""
         live = nodes.problem.unique()
         units = sum(int(problems.bounds.unstable(k)[live].sum()) for k in problems.split_layers())
         return self._tree(problems, nodes, units / EARLY)

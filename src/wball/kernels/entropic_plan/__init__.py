@@ -83,7 +83,7 @@ class PlanRequest:
         kappa: factor on the budget of this plan, per image, float64; ``None`` for 1.
         sweeps: coordinate steps on the box potentials; none without a box.
         newton: largest number of Newton steps after each of them.
-        momentum: what part of a coordinate step the next one goes on by, in [0, 1).
+        momentum: share of a coordinate step that is added to the next one, in [0, 1).
     """
 
     x: Tensor

@@ -113,7 +113,7 @@ def _rings(work, flat, ring, ones):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _normalise(lines, a):  # type: ignore[no-untyped-def]
-    """``A`` from the rows' normalisers."""
+    """Set the factor ``A`` of each row so that the row sums to its pixel."""
     for i in range(a.size):
         a[i] = lines.x[i] / max(lines.norm[i], TINY)
 

@@ -132,7 +132,8 @@ def _threshold(values, count, top):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _column(w, u, lo, hi):  # type: ignore[no-untyped-def]
-    """The column at potential ``u``, its curvature, and ``min 1/2 (w - z)^2 + u z``."""
+    """The ``z`` in ``[lo, hi]`` that minimises ``1/2 (w - z)^2 + u z``, whether it is inside the
+    range (1 or 0), and the minimum."""
     free = w - u
     # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
     z = max(min(free, hi), lo) if lo > 0.0 else min(free, hi)
@@ -292,7 +293,7 @@ def _normalise(shares):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _write(shares, out):  # type: ignore[no-untyped-def]
-    """The shares of all moves."""
+    """Write the shares of all moves, also those that are 0, to ``out``."""
     count, move, part = shares.count, shares.move, shares.part
     fill(out, 0.0)
     for a in range(count.size):
