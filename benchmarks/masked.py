@@ -1,4 +1,5 @@
-"""Masks: what people put before, into or after a network, knowingly or not, and what hides its gradients."""
+"""Masks: what people put before, into or after a network, knowingly or not, and what hides its
+gradients."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def _cosines(like: Tensor) -> Tensor:
 
 
 def _coded(z: Tensor, quality: float, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-    """Blocks of 8 x 8 pixels in cosines, rounded to steps that grow with the frequency, as JPEG does."""
+    """Blocks of 8 x 8 pixels in cosines, rounded to steps that grow with the frequency, as JPEG
+    does."""
     padded = F.pad(z, (2, 2, 2, 2))
     matrix = _cosines(z)
     blocks = padded.unfold(2, 8, 8).unfold(3, 8, 8)
@@ -301,7 +303,8 @@ def _unsure_at_random(net: nn.Module) -> Model:
 
 
 def _honest_on_bytes(net: nn.Module) -> Model:
-    """The right gradient where all pixels are multiples of 1/255, and the opposite one elsewhere."""
+    """The right gradient where all pixels are multiples of 1/255, and the opposite one
+    elsewhere."""
 
     def model(z: Tensor) -> Tensor:
         stored = ((z * 255 - (z * 255).round()).abs() < 1e-3).flatten(1).all(1)
@@ -334,7 +337,8 @@ def _ignoring(net: nn.Module, context: Callable[[], Any]) -> Model:
 
 
 class _Pruned(nn.Module):
-    """Activations that survive at random, the large ones more often (stochastic activation pruning)."""
+    """Activations that survive at random, the large ones more often (stochastic activation
+    pruning)."""
 
     def forward(self, z: Tensor) -> Tensor:
         flat = z.flatten(1)
@@ -364,7 +368,8 @@ def _traced(net: nn.Module) -> Model:
 
 @dataclass(frozen=True)
 class Mask:
-    """``wrap`` puts a network behind the mask; ``opened``: to call the result unreliable is not enough."""
+    """``wrap`` puts a network behind the mask; ``opened``: to call the result unreliable is not
+    enough."""
 
     wrap: Callable[[nn.Module], Model]
     opened: bool = False

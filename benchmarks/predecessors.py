@@ -151,7 +151,8 @@ METHODS: dict[str, Callable[[Tensor, float], Predecessor]] = {
 
 
 def window(height: int, width: int, size: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """For each pixel and move: the pixel it ends at (0 outside), whether it is inside; the costs."""
+    """For each pixel and move: the pixel it ends at (0 outside), whether it is inside; the
+    costs."""
     reach = torch.arange(size) - size // 2
     moves = torch.cartesian_prod(reach, reach)
     grid = torch.cartesian_prod(torch.arange(height), torch.arange(width))
@@ -194,7 +195,8 @@ def spending(rows: Rows, gain: Tensor, price: Tensor, cost: Tensor, mass: Tensor
 def broken(
     model: nn.Module, x: Tensor, y: Tensor, eps: float, method: str, steps: int
 ) -> tuple[Tensor, int]:
-    """Digits for which an attack finds a valid example, and the candidates that the audit rejects."""
+    """Digits for which an attack finds a valid example, and the candidates that the audit
+    rejects."""
     attack, ball = METHODS[method](x, eps), wball.WassersteinBall(eps)
     found, left = torch.zeros_like(y, dtype=torch.bool), torch.arange(len(y), device=y.device)
     rejected = 0

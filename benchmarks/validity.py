@@ -1,4 +1,5 @@
-"""``python -m benchmarks validity --data DIR``: attack test sets and audit every image that comes back.
+"""``python -m benchmarks validity --data DIR``: attack test sets and audit every image that comes
+back.
 
 Each attack returns one image per test image: an adversarial example, or its best attempt. All of
 them claim to be in the ball, so all of them are audited: mass, box, and the exact transport

@@ -1,10 +1,13 @@
 """Evaluate a large data set over a pool of workers with Dask, part by part, and merge the results.
 
-    python examples/pool.py --local 2 --images 64 --parts 4 --out out/pool          # two processes of this machine
-    python examples/pool.py --scheduler tcp://head:8786 --parts 64 --out /shared/out   # a cluster; OUT is seen by all
+    # two processes of this machine
+    python examples/pool.py --local 2 --images 64 --parts 4 --out out/pool
+    # a cluster; OUT is seen by all
+    python examples/pool.py --scheduler tcp://head:8786 --parts 64 --out /shared/out
 
-Parts are independent, so the pool only maps and merges: a part that was finished before is read back, one that was
-interrupted is resumed. Replace `model` and `images` by your own; workers need this library, not this file.
+Parts are independent, so the pool only maps and merges: a part that was finished before is read
+back, one that was interrupted is resumed. Replace `model` and `images` by your own; workers need
+this library, not this file.
 """
 
 from __future__ import annotations

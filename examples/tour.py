@@ -1,14 +1,17 @@
-"""A tour through models and data as other libraries make them: timm, and transformers and datasets of Hugging Face.
+"""A tour through models and data as other libraries make them: timm, and transformers and datasets
+of Hugging Face.
 
     pip install timm transformers datasets
     python examples/tour.py                # random weights, small images, a minute; no download
     python examples/tour.py --images 4
 
-Nothing is wrapped: what each model returns is read as logits (`docs/adapters.md`), and the items of the data set are
-dictionaries with a PIL image, as those of Hugging Face. Weights are random, so the labels are each model's predictions.
-Packages that are not installed are left out, and named; two small models in their style always run. For your own
-model, replace the constructor by `timm.create_model(name, pretrained=True)` or
-`AutoModelForImageClassification.from_pretrained(name)`, and put its normalisation inside with `wball.Normalized`.
+Nothing is wrapped: what each model returns is read as logits (`docs/adapters.md`), and the items of
+the data set are dictionaries with a PIL image, as those of Hugging Face. Weights are random, so the
+labels are each model's predictions. Packages that are not installed are left out, and named; two
+small models in their style always run. For your own model, replace the constructor by
+`timm.create_model(name, pretrained=True)` or
+`AutoModelForImageClassification.from_pretrained(name)`, and put its normalisation inside with
+`wball.Normalized`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ SIDE, CLASSES = 32, 10
 
 
 class InTimmStyle(nn.Module):
-    """Features and head are methods of their own, and the head can be exchanged by the number of classes."""
+    """Features and head are methods of their own, and the head can be exchanged by the number of
+    classes."""
 
     def __init__(self, num_classes: int = CLASSES) -> None:
         super().__init__()
@@ -57,7 +61,8 @@ class InTimmStyle(nn.Module):
 
 
 class Output(OrderedDict[str, Any]):
-    """A dictionary whose entries are attributes and, by number, items, as a ``ModelOutput``'s are. No ``None``."""
+    """A dictionary whose entries are attributes and, by number, items, as a ``ModelOutput``'s are.
+    No ``None``."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__((name, value) for name, value in entries.items() if value is not None)
@@ -79,7 +84,8 @@ class Config:
 
 
 class InTransformersStyle(nn.Module):
-    """Built from a configuration, called with ``pixel_values``; loss and hidden states come with the logits."""
+    """Built from a configuration, called with ``pixel_values``; loss and hidden states come with
+    the logits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

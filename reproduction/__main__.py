@@ -1,4 +1,5 @@
-"""``python -m reproduction``: the tables and figures of the paper, their page, and the leaderboard."""
+"""``python -m reproduction``: the tables and figures of the paper, their page, and the
+leaderboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The authors' own weights, and ours, under the attack as their text has it and as their scripts have it."""
+"""The authors' own weights, and ours, under the attack as their text has it and as their scripts
+have it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def measure(shop: Workshop) -> Data:
 def _cases(label: str, subject: Subject, x: Tensor) -> Iterator[tuple[str, Subject, Tensor]]:
     """A model and its images; a binarized one twice.
 
-    The authors threshold once and attack the network behind it: its images need not stay black and white.
+    The authors threshold once and attack the network behind it: its images need not stay black and
+    white.
     """
     if isinstance(subject.model, Binarized):
         behind = replace(subject, name=f"{subject.name}-before", model=subject.model.model)

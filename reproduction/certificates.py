@@ -1,4 +1,5 @@
-"""Provable defences: the paper's negative result, and what becomes of it when the ball is not turned into intervals."""
+"""Provable defences: the paper's negative result, and what becomes of it when the ball is not
+turned into intervals."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def _row(
 
 
 def _compared(proved: Tensor, result: Evaluation, radii: tuple[float, ...]) -> dict[str, int]:
-    """How many balls with a proof were attacked, and in how many an example was found: none, or a proof is wrong."""
+    """How many balls with a proof were attacked, and in how many an example was found: none, or a
+    proof is wrong."""
     broken = result.images["radius"]
     balls = sum(int(((proved >= r) & (broken >= r)).sum()) for r in radii)
     return {

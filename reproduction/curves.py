@@ -28,7 +28,8 @@ SHOWN = {"mnist": (0.1, 0.3, 0.5, 1.0), "cifar10": (0.005, 0.01, 0.05, 0.1)}
 """Radii of the tables and of quick runs."""
 FULL, QUICK = {"mnist": 10_000, "cifar10": 10_000}, {"mnist": 40, "cifar10": 8}
 STANDARD = {"mnist": 10_000, "cifar10": 1_000}
-"""Test images for StandardAttack: an image that survives it costs thirteen hundred gradients of a ResNet-18."""
+"""Test images for StandardAttack: an image that survives it costs thirteen hundred gradients of a
+ResNet-18."""
 WINDOWS, QUICK_WINDOWS = (3, 5, 7, 9, 11), (3, 5, 7)
 WINDOW_IMAGES = 2_000
 
@@ -47,7 +48,8 @@ def papers_attack(shop: Workshop, dataset: str, **changes: Any) -> PGD:
 
 
 def all_attacks(shop: Workshop, dataset: str, subject: Subject) -> Data:
-    """A model under the paper's attack, under a quick one of ours in the very ball of the paper's, and under ours."""
+    """A model under the paper's attack, under a quick one of ours in the very ball of the paper's,
+    and under ours."""
     attack = papers_attack(shop, dataset)
     assert isinstance(attack.ball, WassersteinBall)
     x, y = shop.test_images(dataset, FULL[dataset], QUICK[dataset])

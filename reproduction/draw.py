@@ -24,7 +24,8 @@ def curves(
     share_radius: bool = True,
     line_styles: dict[str, str] | None = None,
 ) -> Figure:
-    """Accuracy against eps, one panel per attack or data set, the same colour for the same label throughout."""
+    """Accuracy against eps, one panel per attack or data set, the same colour for the same label
+    throughout."""
     with style():
         columns = min(2, len(panels))
         lines = -(-len(panels) // columns)
@@ -77,7 +78,8 @@ def sums(
     columns: int = 1,
     scale: float | None = None,
 ) -> Figure:
-    """``original + change = example``, row by row; changes (summed over channels) on one diverging scale."""
+    """``original + change = example``, row by row; changes (summed over channels) on one diverging
+    scale."""
     with style():
         images = [(unpack(a), unpack(b)) for _, a, b, _ in rows]
         top = scale or max(float(np.abs((b - a).sum(0)).max()) for a, b in images) or 1.0
@@ -113,7 +115,8 @@ def sums(
 
 
 def grid(cells: Sequence[dict[str, Any]], shown: int) -> Figure:
-    """Examples by lambda (rows) and p (columns), with the radius of each; ``shown`` is the number of the digit."""
+    """Examples by lambda (rows) and p (columns), with the radius of each; ``shown`` is the number
+    of the digit."""
     with style():
         lambdas = list(dict.fromkeys(c["lambda"] for c in cells))
         powers = list(dict.fromkeys(c["p"] for c in cells))

@@ -1,9 +1,10 @@
-"""The leaderboard: every public model and ours under one protocol, as data (``results/leaderboard.json``).
+"""The leaderboard: every public model and ours under one protocol, as data
+(``results/leaderboard.json``).
 
-A row is measured by :func:`wball.evaluate` (every example that counts is audited) and :func:`wball.certify` (for any
-transport plan). It names the version and the members of the attack, and keeps the outcome of each image. Proof and
-attack check each other on the same images: an example at a radius that is certified would be a contradiction, and the
-row says how many there are.
+A row is measured by :func:`wball.evaluate` (every example that counts is audited) and
+:func:`wball.certify` (for any transport plan). It names the version and the members of the attack,
+and keeps the outcome of each image. Proof and attack check each other on the same images: an
+example at a radius that is certified would be a contradiction, and the row says how many there are.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ FORMAT = "wball-leaderboard/1"
 BOARD = Path("results/leaderboard.json")
 METHOD: Method = "anchored"
 DEEPEST = 6
-"""Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take minutes."""
+"""Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take
+minutes."""
 SAMPLES, SELECT, ALPHA = 10_000, 1_000, 0.05
 """Of Levine and Feizi's certificate, as their script has them."""
 NOISES = (0.005, 0.01, 0.02, 0.05)
-"""Standard deviations of the smoothing noise: the smaller ones of their public networks. Two of these networks are at
-hand; their classifiers are smoothed by every level."""
+"""Standard deviations of the smoothing noise: the smaller ones of their public networks. Two of
+these networks are at hand; their classifiers are smoothed by every level."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What every row of a data set is measured by: p = 1, 5 x 5 window, relative mass, the box [0, 1].
+    """What every row of a data set is measured by: p = 1, 5 x 5 window, relative mass, the box [0,
+    1].
 
     Attributes:
         images: number of test images, the first ones.
@@ -112,8 +115,8 @@ def run(
 ) -> list[str]:
     """Measure rows, and return the names of models that could not be loaded.
 
-    All rows are attacked before any is certified. A part is written as soon as it is measured. It is
-    kept if it was measured with the same weights, on as many images, and by the same version and
+    All rows are attacked before any is certified. A part is written as soon as it is measured. It
+    is kept if it was measured with the same weights, on as many images, and by the same version and
     members of the attack, so that a run that was interrupted or ran out of ``minutes`` resumes.
     """
     shop, failed = shop or Workshop(settings), []
@@ -205,7 +208,8 @@ def _proved(shop: Workshop, dataset: str, images: int) -> int:
 
 
 def _attacked(shop: Workshop, subject: Subject, x: Tensor, y: Tensor) -> Data:
-    """The attack, and the ``outcomes``: per image the number of radii at which it is still right."""
+    """The attack, and the ``outcomes``: per image the number of radii at which it is still
+    right."""
     radii = PROTOCOLS[_dataset(shop, subject.name)].radii
     result, seconds = evaluated(shop, subject, x, y, radii)
     left = torch.stack([~result.broken_at(r) for r in (0.0, *radii)]).sum(0).tolist()
@@ -331,7 +335,8 @@ def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
 
 
 def submitted(shop: Workshop, card: Path) -> str:
-    """Make a model known by its card, a JSON file with the fields of :class:`~wball.zoo.public.PublicModel`."""
+    """Make a model known by its card, a JSON file with the fields of
+    :class:`~wball.zoo.public.PublicModel`."""
     content = read_json(card)
     try:
         entry = PublicModel(**content)

@@ -1,4 +1,5 @@
-"""The leaderboard as people see it: tables for a terminal, and ``docs/leaderboard.md``, from stored rows alone."""
+"""The leaderboard as people see it: tables for a terminal, and ``docs/leaderboard.md``, from stored
+rows alone."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def predecessors(content: Data, others: Data) -> Table:
 
 
 def robust(row: Data, place: int, images: int) -> float | None:
-    """Robust accuracy at a radius of the protocol on the first images of a row, if they are known."""
+    """Robust accuracy at a radius of the protocol on the first images of a row, if they are
+    known."""
     if images == row["images"]:
         return float(row["attack"]["accuracy"][f"{PROTOCOLS[row['dataset']].radii[place]:g}"])
     first = row.get("outcomes", "")[:images]

@@ -1,10 +1,13 @@
-"""What becomes of a model: under :func:`wball.evaluate`, under the paper's attack, and under certificates.
+"""What becomes of a model: under :func:`wball.evaluate`, under the paper's attack, and under
+certificates.
 
-Ours is :func:`wball.evaluate` and nothing else: the model is asked about the very image, and every example that counts
-passes the audit. The paper's attack lets the radius grow until an image is broken, so one run gives the whole curve;
-its points are clamped and lie in no ball, which is measured, too, and is why no evaluation would count them.
+Ours is :func:`wball.evaluate` and nothing else: the model is asked about the very image, and every
+example that counts passes the audit. The paper's attack lets the radius grow until an image is
+broken, so one run gives the whole curve; its points are clamped and lie in no ball, which is
+measured, too, and is why no evaluation would count them.
 
-Everything is kept in parts (:meth:`Workshop.part`): an interrupted recipe resumes, and recipes share what they measure.
+Everything is kept in parts (:meth:`Workshop.part`): an interrupted recipe resumes, and recipes
+share what they measure.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def evaluated(
     ball: WassersteinBall | None = None,
     version: Version | None = None,
 ) -> tuple[Evaluation, float]:
-    """:func:`wball.evaluate` at these radii (:class:`wball.StandardAttack`, fast in quick runs), and its seconds."""
+    """:func:`wball.evaluate` at these radii (:class:`wball.StandardAttack`, fast in quick runs),
+    and its seconds."""
     version = version or ("fast" if shop.quick else "standard")
     ball = ball or WassersteinBall(max(radii))
     attack = StandardAttack(ball, version=version, check=False, progress=False)
@@ -133,7 +137,8 @@ def under_paper_attack(
 def _broken_at(
     model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int
 ) -> dict[str, Tensor]:
-    """The radius at which each image was broken (0: wrong as it is, inf: never), and how far its mass is off then."""
+    """The radius at which each image was broken (0: wrong as it is, inf: never), and how far its
+    mass is off then."""
     found = attack(model, x, y, generator=torch.Generator(x.device).manual_seed(seed))
     right = predicted(model, x) == y
     before, after = x.double().sum((2, 3)), found.images.double().sum((2, 3))
@@ -187,7 +192,8 @@ def smoothed(
     select: int,
     alpha: float,
 ) -> tuple[dict[str, Tensor], float]:
-    """The smoothed model's certificate where it is right (else -1): its class's ``probability``, and a ``radius``."""
+    """The smoothed model's certificate where it is right (else -1): its class's ``probability``,
+    and a ``radius``."""
 
     def votes() -> dict[str, Tensor]:
         smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)

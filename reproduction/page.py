@@ -1,4 +1,5 @@
-"""The page that sets the paper's figures beside the reproduced ones, made from stored results alone."""
+"""The page that sets the paper's figures beside the reproduced ones, made from stored results
+alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The paper's pictures: six pixels, Wasserstein against l-inf, one digit on four models, ten classes, lambda and p."""
+"""The paper's pictures: six pixels, Wasserstein against l-inf, one digit on four models, ten
+classes, lambda and p."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _valid(
     y: Tensor,
     radii: float | Literal["minimal"],
 ) -> tuple[Tensor, Tensor]:
-    """The smallest radius of each image's valid example (inf: none), and the examples: those of an evaluation."""
+    """The smallest radius of each image's valid example (inf: none), and the examples: those of an
+    evaluation."""
     ball = attack.ball
     result = evaluate(
         subject.model, x, y, ball, radii, attack, seed=shop.settings.seed, name=subject.name
@@ -71,7 +73,8 @@ def _some(right: Tensor, *subjects: Subject) -> Tensor:
 
 
 def _measure_six(shop: Workshop) -> Data:
-    """A row of six pixels, half of them full. Shift it by one pixel, make every pixel greyer, or all of them grey."""
+    """A row of six pixels, half of them full. Shift it by one pixel, make every pixel greyer, or
+    all of them grey."""
     x = torch.tensor([[[[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]]]], dtype=torch.float64)
     shifted, greyer, grey = x.roll(1, 3), 0.6 * x + 0.2, torch.full_like(x, 0.5)
     rows = []
@@ -320,7 +323,8 @@ GALLERY_TRIES = 5
 
 
 def _measure_gallery(shop: Workshop) -> Data:
-    """For each class the first test image that the standard model reads right and the paper's attack breaks."""
+    """For each class the first test image that the standard model reads right and the paper's
+    attack breaks."""
     subject = shop.subject("cifar10-standard")
     x, y = shop.pool("cifar10", 10_000, 400)
     right = predicted(subject.model, x) == y
@@ -432,7 +436,8 @@ def _measure_grid(shop: Workshop) -> Data:
             f"lambda {reg:g}: "
             + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :])
         )
-    # Show the digit that survives longest at the paper's lambda: others are broken at the first radius tried.
+    # Show the digit that survives longest at the paper's lambda: others are broken at the first
+    # radius tried.
     last = [r or 0.0 for r in next(c for c in reversed(cells) if c["p"] == 1.0)["radius"]]
     shown = last.index(max(last))
     about = {"shown": shown, "original": pack(x[shown]), "label": int(y[shown]), **subject.about()}

@@ -1,4 +1,5 @@
-"""Training settings that only the reproduction uses, beside the presets of :mod:`wball.training`."""
+"""Training settings that only the reproduction uses, beside the presets of
+:mod:`wball.training`."""
 
 from __future__ import annotations
 

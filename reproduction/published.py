@@ -1,7 +1,8 @@
-"""What the paper reports: Wong, Schmidt, Kolter, "Wasserstein Adversarial Examples via Projected Sinkhorn Iterations".
+"""What the paper reports: Wong, Schmidt, Kolter, "Wasserstein Adversarial Examples via Projected
+Sinkhorn Iterations".
 
-Numbers are those printed in its tables, captions and text (its curves were not read off the figures). Shares, not
-percentages.
+Numbers are those printed in its tables, captions and text (its curves were not read off the
+figures). Shares, not percentages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PaperModel:
-    """A model of the paper: what it calls it, the name it has here, and its clean accuracy (Table 1)."""
+    """A model of the paper: what it calls it, the name it has here, and its clean accuracy (Table
+    1)."""
 
     label: str
     name: str
@@ -50,7 +52,8 @@ AUTHORS = (
 """What the authors say about the weights that are published with their code."""
 
 WINDOWS = {("standard", 3): (1.83, 0.028), ("l-inf robust", 3): (1.83, 0.41)}
-"""Accuracy that is left at a radius with 3 x 3 plans; larger windows reach 0 (appendix, transport plan sizes)."""
+"""Accuracy that is left at a radius with 3 x 3 plans; larger windows reach 0 (appendix, transport
+plan sizes)."""
 
 DIGIT_RADII = {
     "mnist-standard": 0.53,

@@ -1,4 +1,5 @@
-"""What a recipe is: how to measure, how to tabulate, how to draw. The last two need nothing but the stored result."""
+"""What a recipe is: how to measure, how to tabulate, how to draw. The last two need nothing but the
+stored result."""
 
 from __future__ import annotations
 

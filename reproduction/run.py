@@ -71,7 +71,8 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> dict[str, Any]:
-    """Measure one recipe, write ``NAME.json`` into the settings' folder, and return what was written.
+    """Measure one recipe, write ``NAME.json`` into the settings' folder, and return what was
+    written.
 
     An interrupted recipe resumes. Several processes may run recipes into the same folder.
     """
@@ -110,7 +111,8 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
 
 
 def command(name: str, settings: Settings) -> str:
-    """The command that makes this result, with placeholders for folders, which mean nothing on another machine."""
+    """The command that makes this result, with placeholders for folders, which mean nothing on
+    another machine."""
     words = ["python", "-m", "reproduction", name]
     words += ["--quick"] if settings.quick else []
     words += ["--data-dir", "DATA"] if settings.data is not None else []

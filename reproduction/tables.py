@@ -68,7 +68,8 @@ def points(share: float | None) -> str | None:
 
 
 def pack(images: Tensor) -> dict[str, Any]:
-    """Pixels as text: half precision, little-endian, base64. Enough for a picture, and a tenth of a list of numbers."""
+    """Pixels as text: half precision, little-endian, base64. Enough for a picture, and a tenth of a
+    list of numbers."""
     array = images.detach().cpu().numpy().astype("<f2")
     return {"shape": list(array.shape), "float16": base64.b64encode(array.tobytes()).decode()}
 

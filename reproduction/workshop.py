@@ -1,8 +1,8 @@
 """Data, models, device and folder of recipes.
 
-A part is a file that is written atomically and named after everything that its content depends on. An interrupted
-recipe resumes from its finished parts. Recipes that need the same part share it, also across processes: the second
-waits for the first.
+A part is a file that is written atomically and named after everything that its content depends on.
+An interrupted recipe resumes from its finished parts. Recipes that need the same part share it,
+also across processes: the second waits for the first.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ ENDINGS = (".safetensors", ".pth", ".pt")
 
 
 class MissingModel(ValueError):
-    """A model that is neither in the zoo nor in the models' folder, and that must not be trained now."""
+    """A model that is neither in the zoo nor in the models' folder, and that must not be trained
+    now."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """How recipes are run.
 
-    Attributes:
-        quick: few images, and tiny models where none are at hand: minutes on two cores. The numbers mean little.
-        data: folder with the data sets; without it the bundled MNIST digits serve (quick runs only).
-        models: folder with trained models, ``NAME/NAME.safetensors`` (or ``.pth``, and a card ``NAME.json`` where the
+    Attributes: quick: few images, and tiny models where none are at hand: minutes on two cores. The
+        numbers mean little. data: folder with the data sets; without it the bundled MNIST digits
+        serve (quick runs only). models: folder with trained models, ``NAME/NAME.safetensors`` (or
+        ``.pth``, and a card ``NAME.json`` where the
             network is not the preset's), for those that are not in the zoo.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: random seed.
-        out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
+        out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here
+            in ``out/models``.
         images: number of test images (``None``: the recipe's own).
-        may_train: train models that are missing. Otherwise they are left out, and the result says so.
+        may_train: train models that are missing. Otherwise they are left out, and the result says
+            so.
     """
 
     quick: bool = False
@@ -108,7 +111,8 @@ class Workshop:
         self.public: dict[str, PublicModel] = dict(public_models())
 
     def begin(self) -> None:
-        """A new recipe: which models it misses, what its parts took, and the commits that measured them."""
+        """A new recipe: which models it misses, what its parts took, and the commits that measured
+        them."""
         self.missing: dict[str, str] = {}
         self.spent = 0.0
         self.commits: set[str] = set()
@@ -123,7 +127,8 @@ class Workshop:
     # ---- data
 
     def test_images(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
-        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, or as many as asked for."""
+        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, or as
+        many as asked for."""
         x, y = self._loaded(dataset, "test")
         count = self.settings.images or (quick if self.quick else full)
         return x[:count], y[:count]
@@ -159,7 +164,8 @@ class Workshop:
     # ---- models
 
     def subject(self, name: str) -> Subject:
-        """The model of that name: from the zoo, the models' folder, an earlier training here, or trained now."""
+        """The model of that name: from the zoo, the models' folder, an earlier training here, or
+        trained now."""
         if name not in self._subjects:
             model, architecture, origin = self._find(name)
             model = model.to(self.device).eval()
@@ -232,7 +238,8 @@ class Workshop:
         return *_load(name, weights), "trained here by its preset"
 
     def _stored(self, name: str) -> Path | None:
-        """The file in the models' folder: there, in a folder of its own, or as an earlier run of recipes left it."""
+        """The file in the models' folder: there, in a folder of its own, or as an earlier run of
+        recipes left it."""
         if self.settings.models is None:
             return None
         places = (
@@ -254,7 +261,8 @@ class Workshop:
 
     @contextmanager
     def noted(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """Seconds and commits of a part that keeps files of its own; a finished one is only read."""
+        """Seconds and commits of a part that keeps files of its own; a finished one is only
+        read."""
         path, clock = folder / "notes.json", Clock(self.device)
         notes = read_json(path) if path.is_file() else {}
         if notes.get("done"):
@@ -273,7 +281,8 @@ class Workshop:
     def once(
         self, path: Path, measure: Callable[[], dict[str, Tensor]]
     ) -> tuple[dict[str, Tensor], float]:
-        """The tensors that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part.
+        """The tensors that ``measure`` makes, on the CPU, and its seconds; kept in a file of a
+        part.
 
         The file remembers by which commit it was measured.
         """

@@ -1,4 +1,5 @@
-"""Settings shared by all tests: reproducible examples, one thread, GPU tests only where there is a GPU."""
+"""Settings shared by all tests: reproducible examples, one thread, GPU tests only where there is a
+GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from hypothesis import settings
 
 ON_CPU = os.environ.get("WBALL_TEST_DEVICE", "cpu") == "cpu"
 
-# Triton reads this when it is first imported, by whoever that is: without a GPU its kernels run in the interpreter.
+# Triton reads this when it is first imported, by whoever that is: without a GPU its kernels run in
+# the interpreter.
 if ON_CPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -33,7 +35,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Doctests are looked for in the package only: among tests, their collector hides files that fail to import."""
+    """Doctests are looked for in the package only: among tests, their collector hides files that
+    fail to import."""
     found = yield
     return [collector for collector in found if not isinstance(collector, DoctestModule)]
 
@@ -48,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreted_quickly() -> None:
-    """Triton's interpreter prepares its language at every call of an inner function, which took a third of these tests.
+    """Triton's interpreter prepares its language at every call of an inner function, which took a
+    third of these tests.
 
     Once a launch and module does the same: preparing again what is prepared changes nothing.
     """

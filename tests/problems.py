@@ -2,10 +2,11 @@
 
 Two kinds of things live here (:mod:`references` has the slow solvers that they are given to):
 
-- :func:`random_problem` / :func:`random_problems` (seeded) and :func:`problems` (a Hypothesis strategy): a ball, a
-  centre ``x``, a point ``w`` to project and a direction ``g``, over the regimes where solvers break.
-- Hypothesis strategies that return a :class:`Known`: a pair of images whose transport distance has a closed form
-  (:func:`diracs`, :func:`translations`, :func:`lines`).
+- :func:`random_problem` / :func:`random_problems` (seeded) and :func:`problems` (a Hypothesis
+  strategy): a ball, a centre ``x``, a point ``w`` to project and a direction ``g``, over the
+  regimes where solvers break.
+- Hypothesis strategies that return a :class:`Known`: a pair of images whose transport distance has
+  a closed form (:func:`diracs`, :func:`translations`, :func:`lines`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ SHAPES = ((8, 8), (5, 5), (3, 7), (6, 4), (1, 8), (7, 1), (2, 2), (4, 8))
 
 @dataclass(frozen=True)
 class Problem:
-    """One image in float64: centre ``x``, a point ``w`` off it, a direction ``g``, all ``(1, C, H, W)``."""
+    """One image in float64: centre ``x``, a point ``w`` off it, a direction ``g``, all ``(1, C, H,
+    W)``."""
 
     ball: WassersteinBall
     x: Tensor
@@ -109,7 +111,8 @@ def random_problem(
     box: tuple[float, float] | None = (0.0, 1.0),
     mass: Literal["relative", "absolute"] = "relative",
 ) -> Problem:
-    """A problem from a seed. What is not given is chosen by the seed, so that consecutive seeds sweep the regimes."""
+    """A problem from a seed. What is not given is chosen by the seed, so that consecutive seeds
+    sweep the regimes."""
     rng = np.random.default_rng([20190221, seed])
     shape = shape or SHAPES[int(rng.integers(len(SHAPES)))]
     channels = channels or (1, 3)[seed % 4 in (2, 3)]
@@ -146,7 +149,8 @@ def random_problem(
 
 
 def random_problems(count: int, start: int = 0, **fixed: Any) -> list[Problem]:
-    """``count`` consecutive seeds; any 126 of them see every combination of window, p, radius and pixel regime once."""
+    """``count`` consecutive seeds; any 126 of them see every combination of window, p, radius and
+    pixel regime once."""
     return [random_problem(seed, **fixed) for seed in range(start, start + count)]
 
 
@@ -184,12 +188,14 @@ def problems(draw: st.DrawFn, side: int = 8) -> Problem:
     )
 
 
-# Closed forms ---------------------------------------------------------------------------------------------------
+# Closed forms
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Known:
-    """A pair of images and what the distance between them is: total transport cost and cost per unit of mass."""
+    """A pair of images and what the distance between them is: total transport cost and cost per
+    unit of mass."""
 
     cost: GridCost
     x: Tensor
@@ -221,7 +227,8 @@ def costs(draw: st.DrawFn) -> GridCost:
 
 @st.composite
 def diracs(draw: st.DrawFn) -> Known:
-    """All mass in one pixel goes to one other pixel: ``m * d^p``, infinite if the window does not reach it."""
+    """All mass in one pixel goes to one other pixel: ``m * d^p``, infinite if the window does not
+    reach it."""
     cost, height, width = draw(costs()), draw(st.integers(1, 8)), draw(st.integers(1, 8))
     r0, r1 = draw(st.integers(0, height - 1)), draw(st.integers(0, height - 1))
     c0, c1 = draw(st.integers(0, width - 1)), draw(st.integers(0, width - 1))
@@ -256,7 +263,8 @@ def translations(draw: st.DrawFn) -> Known:
 
 @st.composite
 def lines(draw: st.DrawFn) -> Known:
-    """One row of pixels: the monotone coupling is optimal for every p >= 1 and has the shortest longest move.
+    """One row of pixels: the monotone coupling is optimal for every p >= 1 and has the shortest
+    longest move.
 
     So the window forbids all plans if and only if it forbids that one.
     """

@@ -1,4 +1,5 @@
-"""Slow independent references: the convex programs themselves, one image at a time, given to cvxpy and Clarabel."""
+"""Slow independent references: the convex programs themselves, one image at a time, given to cvxpy
+and Clarabel."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Reference(NamedTuple):
 
 
 class _Program:
-    """Plans of one image in mass-1 units, ``P_hat = P / m``: one variable per arc that leaves a pixel with mass."""
+    """Plans of one image in mass-1 units, ``P_hat = P / m``: one variable per arc that leaves a
+    pixel with mass."""
 
     def __init__(self, ball: WassersteinBall, x: Tensor) -> None:
         if x.shape[0] != 1:
@@ -100,15 +102,18 @@ class _Program:
 def reference_projection(
     ball: WassersteinBall, x: Tensor, w: Tensor, reg: float = math.inf
 ) -> Reference:
-    """``min 1/2 |w - z|^2 + (m^2 / reg) sum P_hat log P_hat`` over the ball, ``P_hat = P / m`` (no entropy at inf).
+    """``min 1/2 |w - z|^2 + (m^2 / reg) sum P_hat log P_hat`` over the ball, ``P_hat = P / m`` (no
+    entropy at inf).
 
-    In mass-1 units that is ``m^2 (1/2 |w_hat - z_hat|^2 + (1/reg) sum P_hat log P_hat)``, which gives the conditions
-    ``P_hat_ij ~ x_i exp(beta_j - psi C_ij)`` and ``z = clip(w - m beta / reg, box)``.
+    In mass-1 units that is ``m^2 (1/2 |w_hat - z_hat|^2 + (1/reg) sum P_hat log P_hat)``, which
+    gives the conditions ``P_hat_ij ~ x_i exp(beta_j - psi C_ij)`` and ``z = clip(w - m beta / reg,
+    box)``.
     """
     program = _Program(ball, x)
     program.within(ball)
     target = w.detach().cpu().double().reshape(-1).numpy() / program.mass
-    # Scaled so that numbers near 1 reach the solver, whatever the mass: its tolerances are partly absolute.
+    # Scaled so that numbers near 1 reach the solver, whatever the mass: its tolerances are partly
+    # absolute.
     scale = program.mass**2
     objective = 0.5 * scale * cp.sum_squares(program.point - target)
     if math.isfinite(reg):
@@ -133,7 +138,8 @@ def reference_support(
 
 
 def reference_distance(ball: WassersteinBall, x: Tensor, z: Tensor) -> float:
-    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf if there is none."""
+    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf
+    if there is none."""
     program = _Program(ball, x)
     target = z.detach().cpu().double().reshape(-1).numpy() / program.mass
     reached = np.asarray(program.columns.sum(1)).reshape(-1) > 0

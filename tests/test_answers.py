@@ -1,4 +1,5 @@
-"""Models as other libraries write them: what they return is read as logits, or an error says what came instead."""
+"""Models as other libraries write them: what they return is read as logits, or an error says what
+came instead."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_what_cannot_be_read_is_said(form: Any, said: str) -> None:
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 @pytest.mark.parametrize("probability", [False, True])
 def test_two_classes_with_one_number(shape: tuple[int, ...], probability: bool) -> None:
-    """A logit is told from a probability by images far outside the box, not by the values it happens to have."""
+    """A logit is told from a probability by images far outside the box, not by the values it
+    happens to have."""
     net, x, score = problem(lambda h, z: (z.sigmoid() if probability else z).view(shape), 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -155,7 +157,8 @@ def test_wrapped_models_are_evaluated(name: str) -> None:
 
 
 class Quantised(nn.Module):
-    """Weights and activations as whole numbers, as backends for 8 bits compute: no gradient passes."""
+    """Weights and activations as whole numbers, as backends for 8 bits compute: no gradient
+    passes."""
 
     def __init__(self) -> None:
         super().__init__()

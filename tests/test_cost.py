@@ -1,4 +1,5 @@
-"""Ground costs: gather and scatter are adjoint, moves are what the definition says, bad tables are refused."""
+"""Ground costs: gather and scatter are adjoint, moves are what the definition says, bad tables are
+refused."""
 
 from __future__ import annotations
 

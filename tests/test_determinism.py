@@ -1,7 +1,8 @@
-"""The same seed gives the same numbers on a CPU, whatever the batch, the order of the images and the threads.
+"""The same seed gives the same numbers on a CPU, whatever the batch, the order of the images and
+the threads.
 
-``docs/evaluation.md`` says what holds and why. Runs that are killed and started again are in ``faults`` and
-``training/test_restart.py``.
+``docs/evaluation.md`` says what holds and why. Runs that are killed and started again are in
+``faults`` and ``training/test_restart.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The scripts in ``examples/`` run as they are (``examples/pool.py``: ``tests/evaluation/test_merge.py``)."""
+"""The scripts in ``examples/`` run as they are (``examples/pool.py``:
+``tests/evaluation/test_merge.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job on this machine: what Slurm sets, and its two commands as plain shell."""
+    """The environment of a job on this machine: what Slurm sets, and its two commands as plain
+    shell."""
     commands = tmp_path / "bin"
     commands.mkdir()
     python = f'exec "{sys.executable}"'
@@ -77,7 +79,8 @@ def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_pat
 
 @pytest.mark.slow
 def test_a_tour_of_other_libraries(capsys: pytest.CaptureFixture[str]) -> None:
-    """At toy size: models in the style of timm and transformers, and theirs where they are installed."""
+    """At toy size: models in the style of timm and transformers, and theirs where they are
+    installed."""
     assert runpy.run_path(str(EXAMPLES / "tour.py"))["main"](["--images", "2"]) == 0
     said = capsys.readouterr().out
     installed = sum(find_spec(name) is not None for name in ("timm", "transformers"))

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not KEPT, reason="a source archive has no models
 
 
 def measured(results: Path) -> dict[str, str]:
-    """Fingerprints of kept weights by name. Other models are trained anew by recipes that need them."""
+    """Fingerprints of kept weights by name. Other models are trained anew by recipes that need
+    them."""
     found: dict[str, str] = {}
     for path in (*(results / "paper").glob("*.json"), results / "training_variants.json"):
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""Public calls make no more launches and reads on a GPU than ``benchmarks/launches.py`` allows them."""
+"""Public calls make no more launches and reads on a GPU than ``benchmarks/launches.py`` allows
+them."""
 
 from __future__ import annotations
 

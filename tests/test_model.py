@@ -16,7 +16,8 @@ from wball.model import evaluating, full_precision, in_training
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Batch norm and dropout whose modes matter, in training mode, with one parameter frozen by its owner."""
+    """Batch norm and dropout whose modes matter, in training mode, with one parameter frozen by its
+    owner."""
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -107,7 +108,8 @@ def threshold(layer: nn.Linear, at: float) -> nn.Linear:
 
 
 class AddsOne(nn.Module):
-    """Class 1 where float32 loses what is below half a unit in the last place of 1, which float64 keeps."""
+    """Class 1 where float32 loses what is below half a unit in the last place of 1, which float64
+    keeps."""
 
     def __init__(self) -> None:
         super().__init__()

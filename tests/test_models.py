@@ -1,4 +1,5 @@
-"""Architectures: shapes, parameter names of public checkpoints, gradients through the binarized defence."""
+"""Architectures: shapes, parameter names of public checkpoints, gradients through the binarized
+defence."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_resnet18_is_the_network_of_its_paper() -> None:
-    """Two 3 x 3 convolutions a block, each normalised, and ReLU after the first and after the sum."""
+    """Two 3 x 3 convolutions a block, each normalised, and ReLU after the first and after the
+    sum."""
     model = ResNet18(classes=4, width=2, channels=1, stem=5)
     of = drawn(model)
 

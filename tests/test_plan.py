@@ -44,7 +44,8 @@ def test_repair_is_feasible_to_the_last_bit(seed: int, box: tuple[float, float] 
 
 
 def test_small_excess_costs_little() -> None:
-    """Full pixels in a row that overflow by 1e-6 give back about that much, not everything that moved."""
+    """Full pixels in a row that overflow by 1e-6 give back about that much, not everything that
+    moved."""
     x = torch.ones(1, 1, 1, 12, dtype=torch.float64)
     x[..., -1] = 0.0
     moves = GridCost(3).arcs(1, 12, x)

@@ -1,8 +1,8 @@
 # ruff: noqa: F405
 """wball: Wasserstein adversarial robustness of image classifiers.
 
-The public names come from ``_api.py`` (add new ones there and to ``__all__``). It is imported when the first of them is
-used, so that ``wball --help`` need not wait for torch.
+The public names come from ``_api.py`` (add new ones there and to ``__all__``). It is imported when
+the first of them is used, so that ``wball --help`` need not wait for torch.
 """
 
 import os
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Read when torch is loaded: its threads do not spin while they wait, which halves the time beside other work.
+# Read when torch is loaded: its threads do not spin while they wait, which halves the time beside
+# other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""The public names, from where they are defined. :mod:`wball` loads this module when the first of them is used."""
+"""The public names, from where they are defined. :mod:`wball` loads this module when the first of
+them is used."""
 
 import wball.report  # noqa: F401 (Evaluation.report needs it)
 from wball.attacks import PGD as PGD

@@ -7,7 +7,8 @@ from html import escape
 
 
 class Summarised:
-    """A result that shows what it says instead of all its tensors. Subclasses write :meth:`headline`.
+    """A result that shows what it says instead of all its tensors. Subclasses write
+    :meth:`headline`.
 
     >>> class Result(Summarised):
     ...     def headline(self) -> dict[str, str]:

@@ -181,7 +181,8 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
-        # Nothing is left to send: the file is complete, or it is another file. The checksum decides.
+        # Nothing is left to send: the file is complete, or it is another file. The checksum
+        # decides.
         error.close()
         return True
     with response:

@@ -1,4 +1,5 @@
-"""Modules of a package that are imported when they are first named, as documentation writes them."""
+"""Modules of a package that are imported when they are first named, as documentation writes
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from types import ModuleType
 
 
 def submodules(package: str) -> Callable[[str], ModuleType]:
-    """A ``__getattr__`` for ``package``: after ``import wball``, ``wball.attacks.adapters.onnx`` resolves."""
+    """A ``__getattr__`` for ``package``: after ``import wball``, ``wball.attacks.adapters.onnx``
+    resolves."""
 
     def find(name: str) -> ModuleType:
         if name.startswith("_") or find_spec(f"{package}.{name}") is None:

@@ -101,7 +101,8 @@ class FactoredPlan(StoredPlan):
     r"""Plans in a few images each instead of one number per move.
 
     .. math::
-        P_{ij} = scale \; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j), \qquad
+        P_{ij} = scale \; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j
+        \quad (i \ne j), \qquad
         P_{ii} = x_i - \sum_{j \ne i} P_{ij}
 
     Attributes:

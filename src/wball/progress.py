@@ -1,7 +1,7 @@
 """The progress bar on stderr that attacks, evaluations, training and downloads share.
 
-Work may be nested: an evaluation opens a bar, and its attacks find it with :data:`AROUND` and report
-their progress within the current stage, instead of opening their own bars.
+Work may be nested: an evaluation opens a bar, and its attacks find it with :data:`AROUND` and
+report their progress within the current stage, instead of opening their own bars.
 """
 
 from __future__ import annotations

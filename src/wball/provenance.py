@@ -52,7 +52,8 @@ def device_name(device: torch.device) -> str:
 
 
 def collect(ball: Any, x: Tensor, line: str | None = None) -> dict[str, Any]:
-    """The provenance of a result in this ball. ``line``: the command, if not that of this process."""
+    """The provenance of a result in this ball. ``line``: the command, if not that of this
+    process."""
     return {
         "command": command() if line is None else line,
         "device": device_name(x.device),

@@ -20,9 +20,18 @@ class Status(Enum):
     one."""
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
-    MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
-    STALLED = "no further progress above the tolerance: the point is in the ball, but max_iter does not help; loosen tol"
-    TIME_LIMIT = "stopped at time_limit above the tolerance: the point is in the ball, but raise time_limit or loosen tol"
+    MAX_ITER = (
+        "stopped at max_iter above the tolerance: the point is in the ball, but "
+        "raise max_iter or loosen tol"
+    )
+    STALLED = (
+        "no further progress above the tolerance: the point is in the ball, but "
+        "max_iter does not help; loosen tol"
+    )
+    TIME_LIMIT = (
+        "stopped at time_limit above the tolerance: the point is in the ball, but "
+        "raise time_limit or loosen tol"
+    )
     EXACT = "closed form: nothing was iterated"
 
     def __str__(self) -> str:

@@ -101,7 +101,8 @@ def test_more_is_tried_on_images_that_are_almost_broken_only(
 def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
     random: bool, draws: int, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A public network trained against small changes of every pixel hid a third of its examples from its gradients."""
+    """A public network trained against small changes of every pixel hid a third of its examples
+    from its gradients."""
     asked: list[Tensor] = []
 
     def model(z: Tensor) -> Tensor:
@@ -132,7 +133,8 @@ def test_survivors_of_a_full_ball(case: Case) -> None:
 
 
 def test_examples_by_a_hair_are_improved_and_count(case: Case) -> None:
-    """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
+    """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right
+    there."""
     attack = StandardAttack(WassersteinBall(0.3), version="fast", check=False)
     result = attack(*case)
     margin = case.net(result.images[result.success]).detach()
@@ -147,7 +149,8 @@ def test_examples_by_a_hair_are_improved_and_count(case: Case) -> None:
 def test_what_is_an_example_in_some_batches_only_is_not_claimed(
     net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
-    """An evaluation on a GPU asked for the class of claimed examples in a batch of another size, and it was right."""
+    """An evaluation on a GPU asked for the class of claimed examples in a batch of another size,
+    and it was right."""
     with torch.no_grad():
         y = net(images).argmax(1)
     own = F.one_hot(y, 5).float()

@@ -1,4 +1,5 @@
-"""Examples on 8-bit levels are valid after being stored and read back, with exactly the same mass."""
+"""Examples on 8-bit levels are valid after being stored and read back, with exactly the same
+mass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models that hide their gradients do not fool the standard attack, and every mask has its stand-in."""
+"""Models that hide their gradients do not fool the standard attack, and every mask has its
+stand-in."""
 
 from __future__ import annotations
 

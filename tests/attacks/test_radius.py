@@ -83,7 +83,8 @@ def test_minimal_radius_is_proved_and_consistent(case: Case) -> None:
     assert found.radius[5] == 0 and torch.equal(found.images[5], images[5])
     assert (found.failed <= found.radius).all() and found.success.sum() > 3
     assert audit(BALL.at(found.radius.clamp(max=0.5)), images, found.images).all_valid
-    # at the radius found the attack's ball holds an example; the curve cannot be above one run at a fixed radius
+    # at the radius found the attack's ball holds an example; the curve cannot be above one run at a
+    # fixed radius
     for eps in (0.1, 0.5):
         assert found.accuracy_at(eps) <= attack.at(eps)(*case).robust_accuracy + 0.11
     curve = [found.accuracy_at(eps) for eps in (0.0, 0.05, 0.1, 0.2, 0.4)]
@@ -127,7 +128,8 @@ def test_pulling_back_stops_short_of_what_is_not_a_number(
 
 
 def test_minimal_radius_of_an_attack_that_leaves_its_radius() -> None:
-    """With a growing radius, an example found beyond the radius asked for is none at that radius."""
+    """With a growing radius, an example found beyond the radius asked for is none at that
+    radius."""
     x, y = torch.tensor([[[[0.3, 0.5, 0.4]]]]), torch.tensor([1])
     attack = PGD(LinfBall(0.1), steps=12, step_size=0.2, growth=GrowingRadius(2.0, 1))
     found = minimal_radius(lambda z: z.flatten(1), x, y, attack, hi=0.01)

@@ -1,4 +1,5 @@
-"""Recorded steps are the steps of the loop. Without a GPU a recording makes the same calls again."""
+"""Recorded steps are the steps of the loop. Without a GPU a recording makes the same calls
+again."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_gradients_averaged_over_the_attacks_noise_are_recorded(
     replays: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Noise of their own was drawn from a generator that no recording knew: on a GPU such steps were never recorded."""
+    """Noise of their own was drawn from a generator that no recording knew: on a GPU such steps
+    were never recorded."""
     attack = DualAveraging(WassersteinBall(0.3), steps=20)
 
     def attacked() -> AttackResult:

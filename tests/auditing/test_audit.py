@@ -20,7 +20,8 @@ from wball.plan import Plan
 
 
 def line_case(eps: float = 0.1, over: float = 1.0) -> tuple[WassersteinBall, Tensor, Tensor]:
-    """A digit-like bar, a share of which moves by one pixel so that the distance is ``over * eps``."""
+    """A digit-like bar, a share of which moves by one pixel so that the distance is ``over *
+    eps``."""
     x = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
     x[:, :, 2:6, 3] = 0.5
     z = x.clone()

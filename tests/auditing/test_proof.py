@@ -1,4 +1,5 @@
-"""Plans as proofs: they prove what they should, never too much, and nothing once something was changed."""
+"""Plans as proofs: they prove what they should, never too much, and nothing once something was
+changed."""
 
 from __future__ import annotations
 
@@ -188,7 +189,8 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
 
 @pytest.mark.parametrize("name", ["grid", "squared", "one way", "matrix"])
 def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
-    """Against the formula pixel by pixel, opposite moves cancelled, and never below the exact distance."""
+    """Against the formula pixel by pixel, opposite moves cancelled, and never below the exact
+    distance."""
     cost = BALLS[name].cost
     random = torch.Generator().manual_seed(2)
     for _ in range(6):
@@ -254,7 +256,8 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
 
 
 def test_no_pixel_may_send_more_than_it_has() -> None:
-    """Flows whose sums are right, but a pixel in the middle forwards mass that is still on its way."""
+    """Flows whose sums are right, but a pixel in the middle forwards mass that is still on its
+    way."""
     x = torch.zeros(1, 1, 1, 5, dtype=torch.float64)
     x[..., 0] = 1.0
     z = torch.zeros_like(x)

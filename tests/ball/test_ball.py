@@ -1,4 +1,5 @@
-"""Balls at the door: every bad input gets an error that names the argument, the value and the remedy."""
+"""Balls at the door: every bad input gets an error that names the argument, the value and the
+remedy."""
 
 from __future__ import annotations
 

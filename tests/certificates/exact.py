@@ -1,4 +1,5 @@
-"""Exact minimum of a small ReLU network's margin over a ball, by mixed-integer programming: the tests' referee.
+"""Exact minimum of a small ReLU network's margin over a ball, by mixed-integer programming: the
+tests' referee.
 
 Shares nothing with the library but the definition of the ball.
 """
@@ -79,10 +80,11 @@ def worst_plan(
     budget: float,
     box: tuple[float, float] | None = (0.0, 1.0),
 ) -> tuple[float, np.ndarray]:
-    """``min over the ball, over k != y, of logit[y] - logit[k]`` for a chain of affine maps with ReLU in between.
+    """``min over the ball, over k != y, of logit[y] - logit[k]`` for a chain of affine maps with
+    ReLU in between.
 
-    ``x`` is ``(C, n)``: mass moves inside a channel at ``cost`` (n, n), ``inf`` forbids a move. Returns the minimum and
-    its plan ``(C, n, n)``, both up to the solver's tolerances.
+    ``x`` is ``(C, n)``: mass moves inside a channel at ``cost`` (n, n), ``inf`` forbids a move.
+    Returns the minimum and its plan ``(C, n, n)``, both up to the solver's tolerances.
     """
     channels, n = x.shape
     places: list[tuple[int, int, int, int]] = []
@@ -131,7 +133,8 @@ def _worst_class(
     layers: list[tuple[np.ndarray, np.ndarray]],
     y: int,
 ) -> tuple[float, np.ndarray]:
-    """Put the network behind variables between ``low`` and ``high``, and minimise the margin to each other class."""
+    """Put the network behind variables between ``low`` and ``high``, and minimise the margin to
+    each other class."""
     for depth, (weight, bias) in enumerate(layers):
         centre, radius = (low + high) / 2, (high - low) / 2
         middle, spread = weight @ centre + bias, np.abs(weight) @ radius + 1e-6
@@ -168,7 +171,8 @@ def affine_maps(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
-    """A random network of one or two hidden layers, an image of 2 x 2 or 3 x 3 pixels, its label, and a radius."""
+    """A random network of one or two hidden layers, an image of 2 x 2 or 3 x 3 pixels, its label,
+    and a radius."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:

@@ -1,4 +1,5 @@
-"""Certificates: never above the exact minimum, equal to it where nothing is relaxed, the same in any batch."""
+"""Certificates: never above the exact minimum, equal to it where nothing is relaxed, the same in
+any batch."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_equal_to_the_exact_minimum_where_nothing_is_relaxed() -> None:
 
 
 class Varied(nn.Module):
-    """Many kinds of layers: a residual sum, concatenation, pooling of both kinds, normalisation, padding."""
+    """Many kinds of layers: a residual sum, concatenation, pooling of both kinds, normalisation,
+    padding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,8 @@ def test_plans_of_the_window_alone_are_proved_as_such() -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("eps", [0.1, 0.5, 2.0])
 def test_claims_that_are_wrong_are_not_confirmed(seed: int, eps: float) -> None:
-    """The checker computes its own bound, never above the exact minimum, whatever a certificate claims."""
+    """The checker computes its own bound, never above the exact minimum, whatever a certificate
+    claims."""
     channels, side = (1, 3) if seed % 2 else (2, 2)
     net = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed)
     x = images(1, channels, side, seed)
@@ -126,7 +127,8 @@ def test_proofs_by_branch_and_bound_are_proved_again(tmp_path: Path) -> None:
 
 
 def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
-    """The checker cuts the ball itself: leaves that are missing, or of another network, make no difference."""
+    """The checker cuts the ball itself: leaves that are missing, or of another network, make no
+    difference."""
     net, x = dense_net(1, 3, (8, 6), 3, 3), images(3, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.LinfBall(0.02)
     radius = certified_radius(net, x, y, ball, rounds=8)

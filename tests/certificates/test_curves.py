@@ -1,4 +1,5 @@
-"""Curved activations: lines that hold everywhere, and certificates that no point of the ball contradicts."""
+"""Curved activations: lines that hold everywhere, and certificates that no point of the ball
+contradicts."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from wball.certificates import certify
 
 
 def many_units_at_zero(side: int) -> tuple[nn.Sequential, Tensor, Tensor]:
-    """All units of a convolution are 0 at the image, and each takes what it becomes off the margin."""
+    """All units of a convolution are 0 at the image, and each takes what it becomes off the
+    margin."""
     conv, head = nn.Conv2d(1, 1, 2, 2, bias=False), nn.Linear((side // 2) ** 2, 2)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([[[[1.0, -1.0], [-1.0, 1.0]]]]))

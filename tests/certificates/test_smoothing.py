@@ -1,4 +1,5 @@
-"""Randomized smoothing in the flow domain: the noise, the binomial bound, the radius, the abstention."""
+"""Randomized smoothing in the flow domain: the noise, the binomial bound, the radius, the
+abstention."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Threshold(nn.Module):
 
 
 def test_the_radius_is_tight_where_the_smoothed_classifier_is_known() -> None:
-    # One edge, one threshold: the smoothed classifier switches exactly when the flow reaches it, at distance 0.03.
+    # One edge, one threshold: the smoothed classifier switches exactly when the flow reaches it, at
+    # distance 0.03.
     scale, distance = 0.02, 0.03
     probability = 1 - 0.5 * math.exp(-distance / scale)
     assert laplace_radius(probability, scale) == pytest.approx(distance / math.sqrt(2), rel=1e-12)

@@ -1,4 +1,5 @@
-"""No attack inside a certified ball: certificates against attacks, on random and on trained networks."""
+"""No attack inside a certified ball: certificates against attacks, on random and on trained
+networks."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_anchors_that_do_not_fit_only_loosen_the_bound(
 def exactly_feasible(
     plan: np.ndarray, x: np.ndarray, cost: np.ndarray, budget: float
 ) -> list[list[Fraction]]:
-    """The image of a solver's plan in rational arithmetic, moved towards ``x`` until it is in ball and box exactly."""
+    """The image of a solver's plan in rational arithmetic, moved towards ``x`` until it is in ball
+    and box exactly."""
     spent, moved = Fraction(0), []
     for mass, rows in zip(x, plan, strict=True):
         flow = [[Fraction(max(0.0, float(v))) for v in row] for row in rows]
@@ -158,8 +160,8 @@ def exact_gap(layers: list[tuple[np.ndarray, np.ndarray]], z: list[Fraction], y:
 
 
 def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
-    # Solvers allow themselves 1e-6: their minimum may lie below a bound that is right. The point they found, once it is
-    # in the ball to the last digit, may not.
+    # Solvers allow themselves 1e-6: their minimum may lie below a bound that is right. The point
+    # they found, once it is in the ball to the last digit, may not.
     closest = 1.0
     for seed in range(12):
         net = dense_net(1 + seed % 2, 2 + seed % 3 // 2, (5,), 3, seed).double()
@@ -182,7 +184,8 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
 
 
 def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
-    # A black image: a referee with tolerances may be above the true margin by more than our bound is below it.
+    # A black image: a referee with tolerances may be above the true margin by more than our bound
+    # is below it.
     for seed in range(5):
         net = dense_net(1, 2, (12,), 3, seed).double()
         x = torch.zeros(1, 1, 2, 2, dtype=torch.float64)
@@ -222,7 +225,8 @@ def test_gains_in_single_precision_are_rounded_up() -> None:
 @pytest.mark.parametrize("leak", [0.2, 0.7])
 @pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown", "complete"])
 def test_leaks_are_not_rounded_to_single_precision(leak: float, method: Method) -> None:
-    """A leak of 0.2 was 0.200000003 in stable units: margins of float64 networks were proved 1e-10 too high."""
+    """A leak of 0.2 was 0.200000003 in stable units: margins of float64 networks were proved 1e-10
+    too high."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.LeakyReLU(leak), nn.Linear(6, 3)).double()
     x = torch.rand(8, 1, 2, 2, dtype=torch.float64)

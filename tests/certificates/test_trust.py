@@ -112,7 +112,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_has_no_bound_is_refused(message: str) -> None:
-    """Products in keywords, values that leave the tensors, chance, and other images of the batch."""
+    """Products in keywords, values that leave the tensors, chance, and other images of the
+    batch."""
     refused(REFUSED[message](), message)
 
 

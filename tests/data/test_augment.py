@@ -41,7 +41,8 @@ def test_affine_turns_about_the_centre_and_keeps_pixels_in_range() -> None:
     assert out.shape == x.shape and float(out.min()) >= 0 and float(out.max()) <= 1
     assert torch.equal(out, RandomAffine()(x, torch.Generator().manual_seed(0)))
     assert torch.allclose(RandomAffine(0.0)(x), x, atol=1e-5)
-    # A dot at the centre stays there; dots 10 pixels away move by at most 10 * (angle + scale + shear).
+    # A dot at the centre stays there; dots 10 pixels away move by at most 10 * (angle + scale +
+    # shear).
     dots = torch.zeros(64, 1, 33, 33)
     dots[:, :, 16, 16] = 1
     dots[:, :, 15:18, 25:28] = 1

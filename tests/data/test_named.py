@@ -1,4 +1,5 @@
-"""Data sets by name: readers against hand-made files, damaged files of every kind, the bundled samples."""
+"""Data sets by name: readers against hand-made files, damaged files of every kind, the bundled
+samples."""
 
 from __future__ import annotations
 

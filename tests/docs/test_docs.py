@@ -124,7 +124,8 @@ def reference() -> str:
 
 
 def documented() -> list[str]:
-    """The names that the Python reference shows, and those that pages and the README mention with their module."""
+    """The names that the Python reference shows, and those that pages and the README mention with
+    their module."""
     names = re.findall(r"^::: ([\w.]+)$", reference(), re.MULTILINE)
     for page in PAGES:
         names += re.findall(r"`(wball(?:\.\w+)+)", page.read_text(encoding="utf-8"))
@@ -132,7 +133,8 @@ def documented() -> list[str]:
 
 
 def test_every_documented_name_resolves() -> None:
-    """As written after ``import wball``: a public name, or a module that can be imported and what is in it."""
+    """As written after ``import wball``: a public name, or a module that can be imported and what
+    is in it."""
     for name in documented():
         parts = name.split(".")
         for cut in range(len(parts), 0, -1):

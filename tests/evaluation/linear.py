@@ -18,7 +18,8 @@ RADII = [0.1, 0.2, 0.4]
 
 
 def problem(count: int = 12, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """Blurry two-spot images, and a linear model that weighs the left half against the right one."""
+    """Blurry two-spot images, and a linear model that weighs the left half against the right
+    one."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(count, 1, 6, 6, generator=generator).square() * 0.8
     weight = torch.linspace(-1, 1, 6).repeat(6)

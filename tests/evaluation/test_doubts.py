@@ -135,7 +135,8 @@ def test_certified_requirements() -> None:
 
 
 def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) -> None:
-    """At a radius where other images are in reach, an attack that finds nothing is caught without gradients."""
+    """At a radius where other images are in reach, an attack that finds nothing is caught without
+    gradients."""
     x, y = images()
     ball = wball.WassersteinBall(20.0, cost=wball.GridCost(11))
     result = run(FourClasses(), x, y, ball, 20.0, Claims(ball, how="nothing"), out=tmp_path)

@@ -41,7 +41,8 @@ def test_numbers_agree_with_the_exact_radii_of_a_linear_model() -> None:
     assert result.clean_accuracy == pytest.approx(7 / 8)
     exact = [0.0] + [exact_radius(model, x[i : i + 1], y[i : i + 1], 0.8) for i in range(1, 8)]
     for eps in RADII:
-        # no attack beats the exact radius and no certificate exceeds it; on a linear model both are nearly tight
+        # no attack beats the exact radius and no certificate exceeds it; on a linear model both are
+        # nearly tight
         least = sum(r > eps for r in exact) / 8
         assert result.accuracy_at(eps) >= least - 1e-9
         assert result.accuracy_at(eps) <= sum(r > 0.9 * eps for r in exact) / 8 + 1e-9
@@ -101,7 +102,8 @@ def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
 
 def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack() -> None:
     def tied(x: Tensor) -> Tensor:
-        """Nearly the same logits for every image: the first class by less than rounding, the rest far below."""
+        """Nearly the same logits for every image: the first class by less than rounding, the rest
+        far below."""
         edge, clear = x.new_tensor([[1.0 + 1e-6, 1.0, -1.0], [1.0, 0.0, -1.0]])
         logits = torch.where(x[:, :1, 0, 0] > 0.5, edge, clear)
         return logits + 0 * x.flatten(1).sum(1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Evaluations that are interrupted, shared or damaged: nothing is lost, and nothing is counted twice."""
+"""Evaluations that are interrupted, shared or damaged: nothing is lost, and nothing is counted
+twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluations in files: what is written is read back, and what does not belong together is refused."""
+"""Evaluations in files: what is written is read back, and what does not belong together is
+refused."""
 
 from __future__ import annotations
 

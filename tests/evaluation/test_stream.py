@@ -49,7 +49,8 @@ class Items(Dataset[Any]):
 
 
 class Named:
-    """The interface of a Hugging Face data set: no class of torch's, dictionaries, names of classes in its features."""
+    """The interface of a Hugging Face data set: no class of torch's, dictionaries, names of classes
+    in its features."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self._items = Items(x, y, "PIL")
@@ -261,7 +262,8 @@ def test_classes_are_called_what_the_data_set_calls_them(
 
 
 def test_memory_is_bounded_by_the_batch() -> None:
-    """Of 600 images the stream holds at no time more than a few batches, and nothing else holds them either."""
+    """Of 600 images the stream holds at no time more than a few batches, and nothing else holds
+    them either."""
     model, x, y = problem(600)
     held: set[int] = set()
     most = 0

@@ -1,8 +1,8 @@
 """Evaluations that are killed, starved or deceived lose nothing, and say in one line what happened.
 
-Related tests: ``test_resuming.py`` (interruptions at any call, damaged files), ``test_restart.py`` (training),
-``test_checkpoint.py`` (weights), ``test_named.py`` and ``test_fetch.py`` (data sets and downloads), ``test_cli.py``
-(full disks and folders in use at the command line).
+Related tests: ``test_resuming.py`` (interruptions at any call, damaged files), ``test_restart.py``
+(training), ``test_checkpoint.py`` (weights), ``test_named.py`` and ``test_fetch.py`` (data sets and
+downloads), ``test_cli.py`` (full disks and folders in use at the command line).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="disturbs processes in POSIX ways")
 
-# Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
+# Processes are forked from a clean one that has done the imports, which would take most of the time
+# otherwise.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["faults.worker"])
 
@@ -88,9 +89,11 @@ def test_stopped_by_a_signal_and_started_again(
 
 @pytest.mark.slow
 def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -> None:
-    """The job fails and says so; two others continue, and end with the numbers of an undisturbed run.
+    """The job fails and says so; two others continue, and end with the numbers of an undisturbed
+    run.
 
-    The images are streamed, while the undisturbed run had them in memory: the files are the same to the byte.
+    The images are streamed, while the undisturbed run had them in memory: the files are the same to
+    the byte.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = os.pathsep.join([str(ROOT.parent / "src"), str(ROOT)])

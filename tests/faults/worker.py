@@ -1,4 +1,5 @@
-"""An evaluation that takes its time, for tests that disturb it from outside. Each function is a process of its own."""
+"""An evaluation that takes its time, for tests that disturb it from outside. Each function is a
+process of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ dispatch.why_not("entropic_plan", "cpu")  # so that forked processes find it loa
 
 
 class Halves(nn.Module):
-    """Weighs the left half of an image against the right one, slowly if asked to, and may die on the way."""
+    """Weighs the left half of an image against the right one, slowly if asked to, and may die on
+    the way."""
 
     def __init__(self, delay: float = 0.0, dies_after: int = 10**9) -> None:
         super().__init__()
@@ -65,7 +67,8 @@ class Items(Dataset[tuple[Tensor, int]]):
 def run(
     folder: str, delay: float = 0.0, dies_after: int = 10**9, stream: Path | None = None
 ) -> None:
-    """The evaluation all tests here disturb; ``stream``: its images come from a data set that writes there."""
+    """The evaluation all tests here disturb; ``stream``: its images come from a data set that
+    writes there."""
     torch.set_num_threads(1)
     attack = wball.DualAveraging(BALL, steps=6, random_start=1.0)
     data = problem() if stream is None else (Items(stream), None)
@@ -86,7 +89,8 @@ def in_a_group(folder: str, rank: int, streams: bool = False) -> None:
 
 
 def with_little_disk(folder: str, limit: int) -> None:
-    """No file may grow above ``limit`` bytes, as on a disk that is full. Exit code 28 if that was said."""
+    """No file may grow above ``limit`` bytes, as on a disk that is full. Exit code 28 if that was
+    said."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:

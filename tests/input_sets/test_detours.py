@@ -1,4 +1,5 @@
-"""Moves made of two listed ones: which they are, and that bounds over them are sound and tighter."""
+"""Moves made of two listed ones: which they are, and that bounds over them are sound and
+tighter."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_every_move_may_be_a_detour() -> None:
 
 
 def charges_of(kernel: Tensor, weights: Tensor, source: TransportSet) -> Charges:
-    """Units over the whole image: what they gain by a move is the sum of what they gain step by step, or less."""
+    """Units over the whole image: what they gain by a move is the sum of what they gain step by
+    step, or less."""
     around = source.radius
     wide, (height, width) = F.pad(kernel, (around,) * 4), kernel.shape[2:]
     moved = torch.stack(

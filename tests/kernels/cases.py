@@ -51,7 +51,8 @@ def noise(seed: int, scale: float, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Ten
 
 
 def some_empty_some_full(seed: int, shape: tuple[int, ...], share: float = 0.25) -> Tensor:
-    """Random images whose pixels are empty or full with a probability; the last of several is black."""
+    """Random images whose pixels are empty or full with a probability; the last of several is
+    black."""
     random = torch.Generator().manual_seed(seed)
     x, empty, full = (torch.rand(shape, generator=random) for _ in range(3))
     x = torch.where(full < share, 1.0, torch.where(empty < share, 0.0, x))

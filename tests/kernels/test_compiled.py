@@ -1,4 +1,5 @@
-"""Compiled loops are cached on disk, and compiled anew when a file that they may call into changes."""
+"""Compiled loops are cached on disk, and compiled anew when a file that they may call into
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The entropic plan: every kernel against the plan written out as a matrix and against the float64 reference."""
+"""The entropic plan: every kernel against the plan written out as a matrix and against the float64
+reference."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.Monkey
         test_programs_equal_the_reference(case)
 
 
-# The plan written out --------------------------------------------------------------------------------------------
+# The plan written out
+# --------------------------------------------------------------------------------------------
 
 
 def flows(
@@ -185,7 +187,8 @@ def flows(
 def assert_describes(
     ball: WassersteinBall, request: PlanRequest, plan: EntropicPlan, tol: float
 ) -> None:
-    """Price, potentials and factors describe a plan with the columns and the costs that are returned."""
+    """Price, potentials and factors describe a plan with the columns and the costs that are
+    returned."""
     lo, hi = ball.box or (0.0, math.inf)
     for k, image in enumerate(request.x):
         spent = net = 0.0
@@ -247,7 +250,8 @@ def test_box_potentials_and_momentum_leave_less_to_the_repair() -> None:
     assert unspent(40, sweeps=10, momentum=0.9) < unspent(40, sweeps=30) < unspent(40, sweeps=10)
 
 
-# Starts, batches, dtypes and memory ------------------------------------------------------------------------------
+# Starts, batches, dtypes and memory
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

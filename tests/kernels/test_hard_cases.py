@@ -1,4 +1,5 @@
-"""Every named hard case of an operation through every kernel, so that a fix cannot reach one copy only.
+"""Every named hard case of an operation through every kernel, so that a fix cannot reach one copy
+only.
 
 Triton's kernels run in the interpreter where there is no GPU.
 """
@@ -61,7 +62,8 @@ def test_every_operation_has_hard_cases_for_each_of_its_kernels(operation: str) 
 
 @dataclass(frozen=True)
 class Case:
-    """One hard problem: images ``x``, and potentials, a point to project or a linear function ``w``."""
+    """One hard problem: images ``x``, and potentials, a point to project or a linear function
+    ``w``."""
 
     x: Tensor
     w: Tensor
@@ -87,7 +89,8 @@ def spot(
     return image
 
 
-# The entropic plan -----------------------------------------------------------------------------------------------
+# The entropic plan
+# --------------------------------------------------------------------------------------------------
 
 
 def spends_all(case: Case, plan: EntropicPlan) -> bool:
@@ -121,7 +124,8 @@ PLANS = {
         torch.ones(1, 1, 4, 5), noise(7, 50.0), also=lambda _, plan: bool(((plan.z - 1).abs() < 1e-5).all())
     ),
     "one lit pixel": plan_case(spot(4, 5, 2, 3), noise(8, 5.0), also=spends_all),
-    # Until the price is about 60, all of the mass moves by 2: the cost is flat and Newton's step points to infinity.
+    # Until the price is about 60, all of the mass moves by 2: the cost is flat and Newton's step
+    # points to infinity.
     **{
         f"a potential that saturates, from price {start:g}": plan_case(
             spot(5, 5, 2, 2), spot(5, 5, 2, 4, 60.0, -60.0), box=None, eps=0.1, start=start, newton=30, also=spends_all
@@ -157,7 +161,8 @@ def test_entropic_plan(kernel: str, name: str) -> None:
         sweeps=case.sweeps, newton=case.newton,
     )  # fmt: skip
     plan: EntropicPlan = solver("entropic_plan", kernel)(request)
-    # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes mass.
+    # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes
+    # mass.
     assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert bool(((plan.z >= lo) & (plan.z <= hi)).all()), "box"
@@ -176,7 +181,8 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     assert bool(ball.contains(x.double().cpu(), plan.z.double().cpu()).all()), "inside"
 
 
-# Projected Sinkhorn ----------------------------------------------------------------------------------------------
+# Projected Sinkhorn
+# --------------------------------------------------------------------------------------------------
 
 
 def stays(case: Case, found: ProjectedSinkhorn) -> bool:
@@ -240,7 +246,8 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     assert case.also(case, found), "what this case is about"
 
 
-# Linear functions ------------------------------------------------------------------------------------------------
+# Linear functions
+# --------------------------------------------------------------------------------------------------
 
 
 MAXIMA = {
@@ -314,7 +321,8 @@ def test_row_maximum(kernel: str, name: str) -> None:
     assert case.best is None or float(found) == pytest.approx(case.best, abs=1e-5)
 
 
-# Exact plans -----------------------------------------------------------------------------------------------------
+# Exact plans
+# --------------------------------------------------------------------------------------------------
 
 
 CROSS = StencilCost(((math.inf, 1.0, math.inf), (1.0, 0.0, 1.0), (math.inf, 1.0, math.inf)))
@@ -354,7 +362,8 @@ EXACT = {
 
 
 QUICK = ("full pixels", "without a box, far away", "pixels that must keep something")
-"""What the interpreter has the time for. It solves them roughly; a GPU solves all of them, and well."""
+"""What the interpreter has the time for. It solves them roughly; a GPU solves all of them, and
+well."""
 
 
 FORMS = ("projection", "support", "entropic projection", "entropic support")
@@ -401,8 +410,8 @@ def test_newton_spends_the_budget_on_signs(eps: float) -> None:
 
 @pytest.mark.gpu
 def test_a_program_takes_the_steps_of_the_compiled_loop() -> None:
-    """What Triton 3.6 assigned in branches within branches was lost: images started without a price, at twice the
-    steps, and half of those of CIFAR-10's size were not solved."""
+    """What Triton 3.6 assigned in branches within branches was lost: images started without a
+    price, at twice the steps, and half of those of CIFAR-10's size were not solved."""
     x = load_sample("mnist")[0][:8]
     ball, w = WassersteinBall(0.1), x + 0.1 * torch.randn(x.shape).sign()
     found, served = ball.project(x, w), ball.project(x.cuda(), w.cuda())

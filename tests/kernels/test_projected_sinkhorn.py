@@ -1,4 +1,5 @@
-"""Projected Sinkhorn: every kernel finds the optimum of the reference, with a gap and a plan that prove it."""
+"""Projected Sinkhorn: every kernel finds the optimum of the reference, with a gap and a plan that
+prove it."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_kernels_find_the_optimum_of_the_reference(kernel: str, case: Case, tol:
     assert ours.z.dtype == ours.u.dtype == ours.psi.dtype == dtype
     near = 1.05 * exact.gap if double else torch.zeros_like(exact.gap)
     assert bool((ours.gap <= torch.maximum(ours.allowed, near)).all()), "as the reference gets"
-    # The gap is a proof: it bounds the distance to the optimum, up to the rounding of the objective.
+    # The gap is a proof: it bounds the distance to the optimum, up to the rounding of the
+    # objective.
     lead = ours.objective - exact.objective
     rounding = (1e-9 if kernel == "cpu" else 1e-6) * (1 + exact.objective.abs())
     assert bool((lead <= ours.gap + exact.gap + rounding).all())
@@ -175,7 +177,8 @@ def test_starts(kernel: str) -> None:
     assert int(warm.n_iter) < int(first.n_iter) // 2 and bool((warm.gap <= warm.allowed).all())
 
 
-# Few sweeps ------------------------------------------------------------------------------------------------------
+# Few sweeps
+# --------------------------------------------------------------------------------------------------
 
 
 def signs(x: Tensor) -> Tensor:
@@ -224,7 +227,8 @@ def test_few_sweeps(kernel: str, given: object, sweeps: int) -> None:
 def test_balls_project_large_full_areas_by_few_sweeps(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mass above the box has a long way out of a large full area: 40 sweeps here, and 301 at 512 x 512."""
+    """Mass above the box has a long way out of a large full area: 40 sweeps here, and 301 at 512 x
+    512."""
     need(kernel)
     monkeypatch.setenv("WBALL_KERNEL", kernel)
     coarse = torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -237,7 +241,8 @@ def test_balls_project_large_full_areas_by_few_sweeps(
     assert answer.point.max() <= 1.0
 
 
-# Precision, batches and public calls -----------------------------------------------------------------------------
+# Precision, batches and public calls
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "torch"])
@@ -249,7 +254,8 @@ def test_potentials_too_wide_for_factors_are_left_to_the_path(kernel: str) -> No
 
 
 def test_the_point_is_as_near_as_the_tolerance_says_where_entropy_outweighs_distance() -> None:
-    """A bright image at a small lambda: relative to the whole objective, any point of the ball would do."""
+    """A bright image at a small lambda: relative to the whole objective, any point of the ball
+    would do."""
     random = torch.Generator().manual_seed(0)
     x = 0.3 + 0.4 * torch.rand((2, 3, 16, 16), generator=random, dtype=torch.float64)
     ball, w = WassersteinBall(0.05), signs(x)

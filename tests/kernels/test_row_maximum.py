@@ -31,7 +31,8 @@ def some_rows(shape: tuple[int, int, int], patch: int | None) -> Rows:
 
 
 def by_definition(rows: Rows, x: Tensor, budget: Tensor) -> Tensor:
-    """``min over psi of psi E + sum_i x_i max_j (a_j - psi C_ij)`` over all plans, by ternary search."""
+    """``min over psi of psi E + sum_i x_i max_j (a_j - psi C_ij)`` over all plans, by ternary
+    search."""
     a = rows.dense((x.shape[1], x.shape[2], x.shape[3])).coeff.flatten(2)
     mass, most = x.double().flatten(2)[rows.image], budget[rows.image]
     cost = torch.tensor(euclidean(x.shape[2], x.shape[3]))
@@ -108,7 +109,8 @@ def problem(kind: str) -> tuple[TransportSet, Rows, Tensor | None, Charges | Non
 @pytest.mark.parametrize("kind", ["patches", "whole", "charged", "charged patches", "priced"])
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 def test_kernels_agree(kernel: str, kind: str) -> None:
-    """Any price is sound, a wrong sum is not: each bound is the function at the price that comes with it."""
+    """Any price is sound, a wrong sum is not: each bound is the function at the price that comes
+    with it."""
     solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem(kind)
     made = source._problem(rows, box, charges)
@@ -121,7 +123,8 @@ def test_kernels_agree(kernel: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_charge_that_is_no_number_is_no_bound(kernel: str) -> None:
-    """Networks that overflow charge 0 times infinity; a kernel that leaves such a move out would be unsound."""
+    """Networks that overflow charge 0 times infinity; a kernel that leaves such a move out would be
+    unsound."""
     solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem("charged")
     assert charges is not None

@@ -75,7 +75,8 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_import_is_quick_beyond_torch() -> None:
-    """Under 2 s of processor time; measured 0.1 s. What is slow to import is imported when it is used."""
+    """Under 2 s of processor time; measured 0.1 s. What is slow to import is imported when it is
+    used."""
     code = (
         "import sys, time, torch\n"
         "begin = time.process_time()\n"

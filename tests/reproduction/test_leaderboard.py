@@ -1,4 +1,5 @@
-"""The leaderboard: rows that add up, a file that is never half a board, a page that says what the file says."""
+"""The leaderboard: rows that add up, a file that is never half a board, a page that says what the
+file says."""
 
 from __future__ import annotations
 

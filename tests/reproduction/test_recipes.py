@@ -1,4 +1,5 @@
-"""Every recipe from models to tables, on images so small that its numbers can be worked out again."""
+"""Every recipe from models to tables, on images so small that its numbers can be worked out
+again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def shapes(channels: int) -> Tensor:
 
 
 class Small(Workshop):
-    """Thirty small images of each data set, the ones of which are labelled twos, and a linear model for each name."""
+    """Thirty small images of each data set, the ones of which are labelled twos, and a linear model
+    for each name."""
 
     absent: tuple[str, ...] = ()
 

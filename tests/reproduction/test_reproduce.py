@@ -1,4 +1,5 @@
-"""Recipes: what they measure, that they go on after being killed, and that figures and page need only their files."""
+"""Recipes: what they measure, that they go on after being killed, and that figures and page need
+only their files."""
 
 from __future__ import annotations
 

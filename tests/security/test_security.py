@@ -1,4 +1,5 @@
-"""What ``SECURITY.md`` promises: nothing read is executed, nothing is fetched unasked, no string becomes markup."""
+"""What ``SECURITY.md`` promises: nothing read is executed, nothing is fetched unasked, no string
+becomes markup."""
 
 from __future__ import annotations
 

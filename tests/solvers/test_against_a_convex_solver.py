@@ -1,4 +1,5 @@
-"""Projection and support function against an independent convex solver, whatever the cost, the box and the kernel."""
+"""Projection and support function against an independent convex solver, whatever the cost, the box
+and the kernel."""
 
 from __future__ import annotations
 

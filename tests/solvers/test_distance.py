@@ -27,7 +27,8 @@ from wball import DenseCost, GridCost, StencilCost, WassersteinBall
 
 
 def moved(p: Problem, seed: int = 0) -> Tensor:
-    """A point of the window's reach: random rows of a plan, so that the exact distance is not what was spent."""
+    """A point of the window's reach: random rows of a plan, so that the exact distance is not what
+    was spent."""
     rng = np.random.default_rng(seed)
     height, width = p.x.shape[2:]
     x = p.x[0].reshape(p.x.shape[1], -1).numpy()
@@ -112,7 +113,8 @@ def test_triangle_scaling_and_symmetry(p: Problem, seed: int) -> None:
 
 
 def test_common_mass_is_not_removed_inside_a_window() -> None:
-    """A chain: everything moves one pixel. Without the pixel in the middle the window would not reach."""
+    """A chain: everything moves one pixel. Without the pixel in the middle the window would not
+    reach."""
     ball = WassersteinBall(1.0, GridCost(3, 1.0))
     x = torch.tensor([[[[1.0, 1.0, 0.0]]]], dtype=torch.float64)
     z = torch.tensor([[[[0.0, 1.0, 1.0]]]], dtype=torch.float64)
@@ -154,7 +156,8 @@ def test_directed_and_forbidden_moves() -> None:
 
 
 def test_float32_islands_balance_up_to_rounding_and_lost_mass_is_far() -> None:
-    """Two islands that no move connects, each off by one float32 rounding, in opposite directions."""
+    """Two islands that no move connects, each off by one float32 rounding, in opposite
+    directions."""
     ball = WassersteinBall(1.0, GridCost(3, 1.0))
     x = torch.zeros(1, 1, 1, 9)
     x[..., 1], x[..., 7] = 0.7, 0.3

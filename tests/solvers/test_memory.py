@@ -1,4 +1,5 @@
-"""What projections and support functions allocate: the plans of a chunk, or none, until somebody asks for them."""
+"""What projections and support functions allocate: the plans of a chunk, or none, until somebody
+asks for them."""
 
 from __future__ import annotations
 

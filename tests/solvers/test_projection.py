@@ -36,7 +36,8 @@ def test_point_is_in_the_ball_and_status_is_honest(problem: Problem) -> None:
 @given(known)
 @settings(max_examples=20)
 def test_closed_forms(case: Known) -> None:
-    """A point inside is its own projection; half the radius brings half of the mass to the next pixel."""
+    """A point inside is its own projection; half the radius brings half of the mass to the next
+    pixel."""
     if not math.isfinite(case.absolute):
         return
     for factor in (1.0, 2.0):
@@ -110,7 +111,8 @@ def test_points_are_valid_at_any_reg(reg: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("cost", ["grid", "matrix"])
 def test_paper_mode_does_not_overflow(cost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Far from every bright pixel, what arrives is smaller than the image's largest by more than exp can say."""
+    """Far from every bright pixel, what arrives is smaller than the image's largest by more than
+    exp can say."""
     monkeypatch.setenv("WBALL_KERNEL", "torch")
     place = torch.arange(16)
     rows, columns = (part[:, None] - part for part in (place // 4, place % 4))
@@ -124,7 +126,8 @@ def test_paper_mode_does_not_overflow(cost: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_paper_mode_is_the_same_problem_without_box() -> None:
-    """Before its clamp, the paper's point is the entropic projection onto the ball without a box."""
+    """Before its clamp, the paper's point is the entropic projection onto the ball without a
+    box."""
     x, w, _ = batch()
     open_ball = wball.WassersteinBall(0.2, box=None)
     ours = open_ball.project(x, w, 50.0, tol=1e-9)

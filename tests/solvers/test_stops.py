@@ -1,4 +1,5 @@
-"""Where solvers stop: at their time limit, at the rounding of their numbers, and never for lack of curvature."""
+"""Where solvers stop: at their time limit, at the rounding of their numbers, and never for lack of
+curvature."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_a_time_limit_that_makes_no_sense_is_refused() -> None:
 def test_pixels_that_exchange_mass_only_with_each_other(
     shape: tuple[int, int], reg: float, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiny images, mostly full, and points near and far: directions without curvature stall no solver."""
+    """Tiny images, mostly full, and points near and far: directions without curvature stall no
+    solver."""
     monkeypatch.setenv("WBALL_KERNEL", kernel)
     count, random = 60 if kernel == "cpu" else 8, torch.Generator().manual_seed(1)
     x = torch.rand((count, 1, *shape), generator=random, dtype=torch.float64)

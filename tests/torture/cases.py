@@ -1,8 +1,9 @@
-"""The cases: one number gives one call of the public API, somewhere in the space of what callers may pass.
+"""The cases: one number gives one call of the public API, somewhere in the space of what callers
+may pass.
 
-Shapes from 1 x 1 to 257 x 129, 1 to 16 channels, windows to 11, ``reg`` from 1e-2 to 1e9 and infinite, radii from 0 to
-1e30, pixels from denormal to saturated, every floating dtype, every memory layout, batches of 0 and 1. Most cases are
-small, so that 100,000 take an hour.
+Shapes from 1 x 1 to 257 x 129, 1 to 16 channels, windows to 11, ``reg`` from 1e-2 to 1e9 and
+infinite, radii from 0 to 1e30, pixels from denormal to saturated, every floating dtype, every
+memory layout, batches of 0 and 1. Most cases are small, so that 100,000 take an hour.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Checks that follow each call, in float64 and from the definitions: no code is shared with the library.
+"""Checks that follow each call, in float64 and from the definitions: no code is shared with the
+library.
 
-A finding is a line of text that begins with its kind. The kinds that matter most: ``nan`` (a result that is not
-finite), ``infeasible`` (a point outside its ball), ``unsound`` (a bound that does not hold) and ``false converged``
-(``converged`` is set although the gap, computed here, is above the tolerance).
+A finding is a line of text that begins with its kind. The kinds that matter most: ``nan`` (a result
+that is not finite), ``infeasible`` (a point outside its ball), ``unsound`` (a bound that does not
+hold) and ``false converged`` (``converged`` is set although the gap, computed here, is above the
+tolerance).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Geometry:
         return total
 
     def row_maximum(self, scores: Array, tau: float) -> Array:
-        """``tau log sum exp(score / tau)`` over each pixel's moves, ``(C, n)``; the maximum if ``tau`` is 0."""
+        """``tau log sum exp(score / tau)`` over each pixel's moves, ``(C, n)``; the maximum if
+        ``tau`` is 0."""
         top = np.full((len(scores), self.n), -math.inf)
         total = np.zeros_like(top)
         for channel, score in enumerate(scores):
@@ -101,7 +104,8 @@ def planes(x: Tensor) -> Array:
 
 
 def centre(ball: WassersteinBall, x: Tensor) -> Tensor:
-    """The images as the library takes them: pixels that rounding left outside the box are clipped."""
+    """The images as the library takes them: pixels that rounding left outside the box are
+    clipped."""
     return x.detach().clamp(*(ball.box if ball.box is not None else (0.0, math.inf)))
 
 
@@ -119,14 +123,16 @@ def finest(dtype: torch.dtype) -> float:
 
 
 def budgets(ball: WassersteinBall, x: Array, dtype: torch.dtype) -> Array:
-    """What may be spent; nothing on images whose pixels are a few units of the smallest number there is."""
+    """What may be spent; nothing on images whose pixels are a few units of the smallest number
+    there is."""
     mass = x.sum((1, 2))
     budget = radii(ball, len(x)) * (mass if ball.mass == "relative" else 1.0)
     return np.where(mass < 1e6 * x[:1].size * finest(dtype), 0.0, budget)
 
 
 def check_point(found: Findings, case: Case, z: Tensor) -> None:
-    """Shape, dtype, finiteness, box and mass: what must hold for every point, with a plan or without."""
+    """Shape, dtype, finiteness, box and mass: what must hold for every point, with a plan or
+    without."""
     x, ball = case.x, case.ball
     expected = x.dtype if x.dtype is torch.float64 else torch.float32
     found.expect(z.shape == x.shape and z.dtype is expected, "shape", (z.shape, z.dtype))
@@ -139,7 +145,8 @@ def check_point(found: Findings, case: Case, z: Tensor) -> None:
 
 
 def check_plan(found: Findings, case: Case, z: Tensor, plan: Plan) -> tuple[Geometry, Array]:
-    """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the flows."""
+    """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the
+    flows."""
     ball, x = case.ball, case.x
     geometry, a, b = Geometry(ball.cost, tuple(x.shape)), planes(centre(ball, x)), planes(z)
     flow, mass, budget = geometry.flows(plan), a.sum((1, 2)), budgets(ball, a, x.dtype)
@@ -153,7 +160,8 @@ def check_plan(found: Findings, case: Case, z: Tensor, plan: Plan) -> tuple[Geom
     found.expect((least >= -1e-13 * np.maximum(mass, 1e-300)).all(), "infeasible", f"flow {least}")
     off = np.abs(rows - a).sum((1, 2))
     found.expect((off <= 1e-8 * mass).all(), "infeasible", f"rows are off by {off}")
-    # Plans may miss the box by 1e-12. What a pixel keeps is a difference, rounded in proportion to what it had.
+    # Plans may miss the box by 1e-12. What a pixel keeps is a difference, rounded in proportion to
+    # what it had.
     box = 0.0 if ball.box is None else 1.1e-12 * max(1.0, ball.box[1])
     slack = half_ulp(z.dtype) * np.abs(columns) + 1e-14 * (np.abs(columns) + a)
     off = np.abs(columns - b) - slack - finest(z.dtype) - box
@@ -164,7 +172,8 @@ def check_plan(found: Findings, case: Case, z: Tensor, plan: Plan) -> tuple[Geom
 
 
 def check_projection(found: Findings, case: Case, result: ProjectionResult) -> None:
-    """The gap that the returned plan and duals prove, compared with ``gap``, ``objective`` and ``converged``."""
+    """The gap that the returned plan and duals prove, compared with ``gap``, ``objective`` and
+    ``converged``."""
     check_point(found, case, result.point)
     stated = torch.stack([result.objective, result.gap, result.residual])
     found.expect(stated.isfinite().all(), "nan", f"objective, gap, residual: {stated.tolist()}")
@@ -215,7 +224,8 @@ def _entropy(flow: Array, sent: Array) -> float:
 
 
 def check_support(found: Findings, case: Case, result: SupportResult) -> None:
-    """``value <= optimum <= upper``. A convex solver finds the optimum of some small images of ordinary size."""
+    """``value <= optimum <= upper``. A convex solver finds the optimum of some small images of
+    ordinary size."""
     check_point(found, case, result.point)
     bounds = torch.stack([result.value, result.upper])
     found.expect(bounds.isfinite().all(), "nan", f"value and upper: {bounds.tolist()}")

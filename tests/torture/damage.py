@@ -73,7 +73,8 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
 
 
 def flip_bits(path: Path, read: Reader, count: int, seed: int) -> dict[str, int]:
-    """How many of ``count`` flipped bits, each alone, were noticed, changed nothing, or changed what was read."""
+    """How many of ``count`` flipped bits, each alone, were noticed, changed nothing, or changed
+    what was read."""
     whole, expected, rng = path.read_bytes(), read(path), random.Random(seed)
     counts = {"noticed": 0, "harmless": 0, "silent": 0}
     for _ in range(count):

@@ -1,8 +1,8 @@
 """Certificates of random networks, attacked at their own radius.
 
-Every case is a random network of supported layers with unusual arguments, a random ball, dtype and method. Its images
-are certified at the largest radius that the method allows; an attack tries that radius, and the independent checker
-proves the certificate again.
+Every case is a random network of supported layers with unusual arguments, a random ball, dtype and
+method. Its images are certified at the largest radius that the method allows; an attack tries that
+radius, and the independent checker proves the certificate again.
 """
 
 from __future__ import annotations

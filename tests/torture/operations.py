@@ -30,7 +30,8 @@ from .checks import (
 
 
 def run(case: Case) -> Findings:
-    """Make the call and check the result. An exception is a finding, too: every case is a valid call."""
+    """Make the call and check the result. An exception is a finding, too: every case is a valid
+    call."""
     found = Findings()
     before = [t.detach().clone() for t in (case.x, case.w, case.g)]
     with patch.dict(os.environ, WBALL_KERNEL=case.kernel), warnings.catch_warnings():
@@ -70,7 +71,8 @@ def _support(case: Case, found: Findings) -> None:
 
 
 def _audit(case: Case, found: Findings, z: Tensor, plan: Any = None) -> Tensor | None:
-    """The library's own audit must find the point valid; some small cases are solved exactly, without the plan."""
+    """The library's own audit must find the point valid; some small cases are solved exactly,
+    without the plan."""
     if plan is None or (case.small and case.rng.random() < 0.5):
         report = wball.audit(case.ball, case.x, z)
     elif case.x[:1].numel() <= 4096:
@@ -131,7 +133,8 @@ def _model(case: Case, x: Tensor) -> tuple[_Net, Tensor]:
 
 
 def _attack(case: Case, found: Findings) -> None:
-    """The examples are valid, ``success`` and ``distance`` are true, and the model is left as it was."""
+    """The examples are valid, ``success`` and ``distance`` are true, and the model is left as it
+    was."""
     model, y = _model(case, case.x)
     model.train()
     result = ATTACKS[case.operation](case.ball, case, case.rng)(model, case.x, y)
@@ -156,7 +159,8 @@ def _attack(case: Case, found: Findings) -> None:
 
 
 def _certify(case: Case, found: Findings) -> None:
-    """A bound is finite and below what any point of the ball attains: a sample, and the corner against the gradient, try."""
+    """A bound is finite and below what any point of the ball attains: a sample, and the corner
+    against the gradient, try."""
     rng, ball, x = case.rng, case.ball, case.x
     if x[:1].numel() > 300:
         x, ball = x[:0], ball.at(0.1)

@@ -87,7 +87,8 @@ def test_a_matrix_of_costs_for_another_size() -> None:
 
 
 def test_a_window_of_one_pixel_is_certified() -> None:
-    """Within it nothing moves, and one channel of one pixel has nowhere to go to even with full plans."""
+    """Within it nothing moves, and one channel of one pixel has nowhere to go to even with full
+    plans."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
     x, ball = torch.rand(1, 3, 1, 1), wball.WassersteinBall(0.5, wball.GridCost(1))
     for plans in ("window", "full"):
@@ -109,14 +110,16 @@ def test_a_window_of_one_pixel_is_certified() -> None:
     ],
 )
 def test_cases_that_failed_once(index: int) -> None:
-    """Radii of 1e-6 and rounding of 12 % on top; rows that sent more than they had; bounds without free moves."""
+    """Radii of 1e-6 and rounding of 12 % on top; rows that sent more than they had; bounds without
+    free moves."""
     assert not findings(0, list(OPERATIONS), index)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("shape", [(1, 40), (9, 9)])
 def test_rounding_is_paid_from_the_budget(eps: float, shape: tuple[int, int]) -> None:
-    """The exact distance itself, nothing forgiven. In a strip errors add up over many moves of a narrow window."""
+    """The exact distance itself, nothing forgiven. In a strip errors add up over many moves of a
+    narrow window."""
     torch.manual_seed(5)
     x, g = torch.rand(2, 1, *shape), torch.linspace(-1, 1, shape[1]).expand(2, 1, *shape)
     model, y = Spots(), torch.zeros(2, dtype=torch.long)
@@ -133,7 +136,8 @@ def test_rounding_is_paid_from_the_budget(eps: float, shape: tuple[int, int]) ->
 
 @pytest.mark.parametrize("reg", [1.0, 1e4, math.inf])
 def test_what_is_held_back_shows_in_the_gap(reg: float) -> None:
-    """float64 holds nothing back at this radius, and what it finds to be better is within the gap stated in float32."""
+    """float64 holds nothing back at this radius, and what it finds to be better is within the gap
+    stated in float32."""
     torch.manual_seed(6)
     x = torch.rand(2, 1, 5, 5)
     w = 30 * torch.randn_like(x)

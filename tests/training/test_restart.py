@@ -30,7 +30,8 @@ from training.worker import (
 )
 from wball.training import state, train
 
-# Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
+# Processes are forked from a clean one that has done the imports, which would take most of the time
+# otherwise.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["training.worker"])
 

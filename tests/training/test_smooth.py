@@ -1,4 +1,5 @@
-"""The first-order robust loss: its linear maximum against the library's support function, its gradient, its effect."""
+"""The first-order robust loss: its linear maximum against the library's support function, its
+gradient, its effect."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_linear_gain_is_the_support_function(eps: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_of_linear_gain_moves_mass_to_the_maximiser(dtype: torch.dtype) -> None:
-    """All of it, with the pixel that hesitates between two moves: otherwise rounding decides, and runs differ."""
+    """All of it, with the pixel that hesitates between two moves: otherwise rounding decides, and
+    runs differ."""
     g, x = (v.to(dtype) for v in rows(1))
     g.requires_grad_(True)
     ball = WassersteinBall(0.2, GridCost(3), box=None)

@@ -198,7 +198,8 @@ def test_radii_follow_their_rule() -> None:
         torch.tensor([True, False, True, False]),
         radii(rule),
     )
-    # The first and third shrink to low, the others grow to eps; the ramp scales what is asked, not what is kept.
+    # The first and third shrink to low, the others grow to eps; the ramp scales what is asked, not
+    # what is kept.
     expected = {0.25: [0.1] * 4, 0.5: [0.12, 0.35, 0.12, 0.35], 1.0: [0.1, 0.4, 0.1, 0.4]}
     for progress, asked in expected.items():
         torch.testing.assert_close(

@@ -99,7 +99,8 @@ def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
 
 
 def run_kinds(out: str, environment: dict[str, str]) -> None:
-    """Each kind in a folder of its own, measured on a single image: less than one for each process."""
+    """Each kind in a folder of its own, measured on a single image: less than one for each
+    process."""
     torch.set_num_threads(1)
     os.environ.update(environment)
     with launched("cpu"):

@@ -1,4 +1,5 @@
-"""Public models: fetched from a pinned commit, checked before they are opened, served by a folder without a network."""
+"""Public models: fetched from a pinned commit, checked before they are opened, served by a folder
+without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def packed(content: Any) -> bytes:
 
 
 def tiny() -> dict[str, Any]:
-    """Weights as the authors of such models pack them: a list of state dicts beside notes about the training."""
+    """Weights as the authors of such models pack them: a list of state dicts beside notes about the
+    training."""
     torch.manual_seed(3)
     return {"state_dict": [wball.build_model("mnist-cnn").state_dict()], "epoch": 7, "err": 0.5}
 

@@ -1,4 +1,5 @@
-"""Draw formulas, and fill the command-line page from the commands themselves, so that it cannot go stale."""
+"""Draw formulas, and fill the command-line page from the commands themselves, so that it cannot go
+stale."""
 
 from __future__ import annotations
 

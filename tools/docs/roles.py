@@ -21,7 +21,8 @@ TABLE = re.compile(r"^((?:=+ +)+=+)\n(?:.*\n)+?\1\n(?:(?:.*\n)+?)\1$", re.MULTIL
 
 
 class Roles(griffe.Extension):
-    """``:class:`~a.b.C``` becomes ``C``, ``.. math::`` a formula, tables and doctests become blocks of code.
+    """``:class:`~a.b.C``` becomes ``C``, ``.. math::`` a formula, tables and doctests become blocks
+    of code.
 
     Functions and classes begin with the line that imports them.
     """

@@ -1,11 +1,13 @@
-"""Fill the tables of README.md and docs/*.md from results/, so that no figure in them is typed by hand.
+"""Fill the tables of README.md and docs/*.md from results/, so that no figure in them is typed by
+hand.
 
 A page marks the place; what is between the two lines is replaced:
 
     <!-- table: calls -->
     <!-- /table -->
 
-``python tools/docs/tables.py`` rewrites the pages, ``--check`` names those that are stale and exits with 1.
+``python tools/docs/tables.py`` rewrites the pages, ``--check`` names those that are stale and exits
+with 1.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def _projection(path: Path, released: Path, device: str, where: str) -> list[str
 def summary(
     board: Path, gpu: Path, cpu: Path, others: Path, checks: Path, released: Path
 ) -> list[Table]:
-    """What a reader should know first: the strongest public predecessor in each row, on the same ball."""
+    """What a reader should know first: the strongest public predecessor in each row, on the same
+    ball."""
     rows = {row["name"]: row for row in _content(board)["rows"]}
     same = [row for row in rows.values() if row["architecture"] == "mnist-cnn"]
     best = [

@@ -309,7 +309,8 @@ class Attack(ABC):
             else:
                 start += size
                 continue
-            # Outside the handler, so that the failed batch's tensors are released with the exception.
+            # Outside the handler, so that the failed batch's tensors are released with the
+            # exception.
             generator.set_state(seeds)
             size = max(1, min(size, index.numel()) // 2)
             warnings.warn(

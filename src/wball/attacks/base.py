@@ -6,17 +6,17 @@ image** and drops images that are done.
 
 An objective is a function of the logits, larger meaning closer to success:
 
-======================  =============================================  ==========================================
-name                    untargeted (true class y)                      targeted (class t)
-======================  =============================================  ==========================================
-``"cross-entropy"``     :math:`\log\sum_{k \ne y} e^{o_k} - o_y`       :math:`o_t - \log\sum_{k \ne t} e^{o_k}`
-``"margin"``            :math:`\max_{k \ne y} o_k - o_y`               :math:`o_t - \max_{k \ne t} o_k`
-``"dlr"``               margin / :math:`(o_{(1)} - o_{(3)})`           :math:`o_t - o_y` /
-                                                                       :math:`(o_{(1)} - (o_{(3)} +
-                                                                       o_{(4)})/2)`
-``"runner-up-k"``       :math:`o_r - o_y`, r = k-th best wrong class   as ``"margin"``
-                        of the clean image
-======================  =============================================  ==========================================
+===================  ========================================  =====================================
+name                 untargeted (true class y)                 targeted (class t)
+===================  ========================================  =====================================
+``"cross-entropy"``  :math:`\log\sum_{k \ne y} e^{o_k} - o_y`  :math:`o_t - \log\sum_{k \ne t}
+                                                               e^{o_k}`
+``"margin"``         :math:`\max_{k \ne y} o_k - o_y`          :math:`o_t - \max_{k \ne t} o_k`
+``"dlr"``            margin / :math:`(o_{(1)} - o_{(3)})`      :math:`o_t - o_y` / :math:`(o_{(1)} -
+                                                               (o_{(3)} + o_{(4)})/2)`
+``"runner-up-k"``    :math:`o_r - o_y`, r = k-th best          as ``"margin"``
+                     wrong class of the clean image
+===================  ========================================  =====================================
 
 The cross-entropy is ``softplus`` of the first, with the same gradient up to a factor ``1 - p_y``
 per image. For a confident model that factor is 0 in float32, and the gradient with it. Attacks
@@ -520,7 +520,8 @@ class GradientAttack(Attack):
     ) -> AttackResult:
         if len(task) == 0:
             return empty(task.x)
-        # Examples that will be rounded are improved to the end: at the boundary rounding undoes them.
+        # Examples that will be rounded are improved to the end: at the boundary rounding undoes
+        # them.
         until_success = self.until_success and self.levels is None
         objective = find_objective(self.objective)
         batch = AttackBatch(task, self.ball, objective, until_success, progress)

@@ -5,7 +5,9 @@ It starts outside the ball, at an image that the model gets wrong at some larger
 drifts towards the shapes of other images, or of random clouds. From there on every step asks for
 labels of noisy copies of that image :math:`z`, which lie on both sides of the model's boundary,
 
-.. math:: g = \frac1n \sum_k (\phi_k - \bar\phi)\, u_k, \qquad \phi_k = [\, z + \sigma u_k \text{ is wrong} \,],
+.. math::
+    g = \frac1n \sum_k (\phi_k - \bar\phi)\, u_k, \qquad
+    \phi_k = [\, z + \sigma u_k \text{ is wrong} \,],
 
 adds :math:`g` to the potentials as :class:`~wball.DualAveraging` does, and asks for the points of
 several smaller balls that follow from them. The nearest wrong one is the next :math:`z`. Once one

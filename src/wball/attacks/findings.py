@@ -92,8 +92,8 @@ CODES: dict[str, Code] = {
 class Finding:
     """One reason: its code, on how many images it was seen, and of how many.
 
-    >>> Finding("black-box-stronger", 1, 100).serious, Finding("black-box-stronger", 10, 100).serious
-    (False, True)
+    >>> [Finding("black-box-stronger", images, 100).serious for images in (1, 10)]
+    [False, True]
     """
 
     code: str

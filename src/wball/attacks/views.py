@@ -8,22 +8,22 @@ Success is always judged on the model itself.
 :func:`find_signs` looks at a model before an evaluation, with any attack.
 :class:`~wball.StandardAttack` raises one :class:`ModelWarning` per sign; an evaluation lists them.
 
-=================  ========================================  ==============================================
-code               reported if                               meaning and remedy
-=================  ========================================  ==============================================
-train-mode         a module is in training mode              attacks evaluate the model in evaluation mode
-                                                             and put it back: results are for that
-                                                             mode
-probabilities      outputs are in [0, 1] and rows sum to 1   softmax at the end saturates and hides
-                                                             gradients: return logits
-random-model       two evaluations of one batch differ       each example is judged by one draw: average
-                                                             over draws, and attack the average
-zero-gradient      some image's gradient is exactly zero     gradient masking or a non-differentiable step:
-                                                             use a smooth stand-in or a
-                                                             straight-through gradient, or a
-                                                             decision-based attack
-non-finite         logits or gradients have NaN or inf       the model overflows or divides by zero
-=================  ========================================  ==============================================
+=============  ====================================  ===========================================
+code           reported if                           meaning and remedy
+=============  ====================================  ===========================================
+train-mode     a module is in training mode          attacks evaluate the model in evaluation
+                                                     mode and put it back: results are for that
+                                                     mode
+probabilities  outputs are in [0, 1], rows sum to 1  softmax at the end saturates and hides
+                                                     gradients: return logits
+random-model   two evaluations of one batch differ   each example is judged by one draw: average
+                                                     over draws, and attack the average
+zero-gradient  an image's gradient is exactly zero   gradient masking or a non-differentiable
+                                                     step: use a smooth stand-in or a
+                                                     straight-through gradient, or a
+                                                     decision-based attack
+non-finite     logits or gradients have NaN or inf   the model overflows or divides by zero
+=============  ====================================  ===========================================
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ USEFUL, MOST = 0.3, 0.6
 """Cosine of predicted and measured changes above which an image's gradient is useful, and the share
 of images for which it must be. Useless gradients pass on a third of the images."""
 CLEAR, CLEAR_IF_RANDOM, WORTH, WORTH_IF_CLEAR = 0.8, 0.5, 0.1, 0.02
-"""Mean cosine of clear gradients (0.85 to 0.99 on networks without a mask), and by how much stand-ins
-must be better; less where gradients are clear, and differ only because a part of the model has
-none."""
+"""Mean cosine of clear gradients (0.85 to 0.99 on networks without a mask), and by how much
+stand-ins must be better; less where gradients are clear, and differ only because a part of the
+model has none."""
 CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of models that cannot run where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120

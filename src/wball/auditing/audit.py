@@ -8,10 +8,10 @@ Three conditions are computed in float64 by :meth:`wball.ball.Ball.violations`:
 - *distance*: the exact distance, in the unit of ``eps``, is at most ``eps * (1 + 1e-4)``, plus
   rounding.
 
-Wasserstein balls use :mod:`wball.auditing.violations`, which imports no solver and no kernel. A plan
-bounds the distance without solving for it (:mod:`wball.auditing.proof`), and attacks usually return
-one. Transport problems are then solved for images without such a proof, and for all or a sample of
-the others.
+Wasserstein balls use :mod:`wball.auditing.violations`, which imports no solver and no kernel. A
+plan bounds the distance without solving for it (:mod:`wball.auditing.proof`), and attacks usually
+return one. Transport problems are then solved for images without such a proof, and for all or a
+sample of the others.
 """
 
 from __future__ import annotations

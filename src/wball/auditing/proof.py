@@ -1,8 +1,9 @@
 r"""Upper bounds of distances by transport plans, checked in float64. Nothing is solved.
 
 A plan ``P >= 0`` that uses only the moves of the cost, sends ``x`` and delivers ``z`` proves that
-the distance between them is at most ``<P, C>``. It is either written out, one number per move, or given
-in factors, a few images (:class:`wball.plan.FactoredPlan`), from which every move is computed here:
+the distance between them is at most ``<P, C>``. It is either written out, one number per move, or
+given in factors, a few images (:class:`wball.plan.FactoredPlan`), from which every move is computed
+here:
 
 .. math::
     P_{ij} = scale\; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j)

@@ -1,7 +1,8 @@
-"""Threat models: the sets of images that an attacker may choose from, and a certificate must hold for.
+"""Threat models: the sets of images that an attacker may choose from, and a certificate must hold
+for.
 
-Attacks, training, certificates and the audit only call the methods of :class:`Ball`, so a new threat
-model is a subclass that answers them; ``docs/extending.md`` has an example.
+Attacks, training, certificates and the audit only call the methods of :class:`Ball`, so a new
+threat model is a subclass that answers them; ``docs/extending.md`` has an example.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Certificates: proofs that no image of a ball changes a model's answer.
 
-:func:`certify` and :func:`certified_radius` are deterministic and hold without exception; :class:`FlowSmoothing`
-certifies a smoothed classifier with a stated probability.
+:func:`certify` and :func:`certified_radius` are deterministic and hold without exception;
+:class:`FlowSmoothing` certifies a smoothed classifier with a stated probability.
 """
 
 from wball.certificates.certificate import (

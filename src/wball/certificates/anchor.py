@@ -1,4 +1,5 @@
-r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that moves.
+r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that
+moves.
 
 The usual upper line of an unstable unit lies above the activation at *every* point, so each of
 hundreds of unstable units costs something even if nothing moves, as if the attacker could spend the
@@ -17,7 +18,8 @@ of the image minus ``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of move
 same scalar search over ``psi`` as before, with charges added to the gains of the moves:
 
 .. math::
-    \max_P \sum_{ij} P_{ij} (a_j + M_{ij}) \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
+    \max_P \sum_{ij} P_{ij} (a_j + M_{ij})
+    \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
 
 An :class:`Anchor` knows ``max(g_ij, 0)`` for the units of one activation. In a first convolution
 ``g_ij = w_j - w_i`` is the same for all positions, so the charges are one transposed convolution;
@@ -413,7 +415,8 @@ class Spread:
         self.most = max(self.counts)
 
     def product(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Every row of ``weight`` (N, U) times its table of ``values`` (tables, U, M), ``(N, M)``."""
+        """Every row of ``weight`` (N, U) times its table of ``values`` (tables, U, M), ``(N,
+        M)``."""
         dtype = weight.dtype
         if self.alone or not weight.shape[0]:
             return weight @ values[0].to(dtype)

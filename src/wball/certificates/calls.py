@@ -580,7 +580,8 @@ _READERS: tuple[tuple[dict[Any, str], Callable[[Call], Op | int]], ...] = (
     (CONVOLUTIONS, Call._convolution),
     (NORMS, Call._batch_norm),
 )
-"""Functions of one argument that depends on the image, and the method that reads the other arguments."""
+"""Functions of one argument that depends on the image, and the method that reads the other
+arguments."""
 
 
 class _Slot:

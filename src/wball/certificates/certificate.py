@@ -124,10 +124,10 @@ class CertificateResult(Summarised):
         counterexample: for ``method="complete"``, images like ``x``. Where the status is
             ``FALSIFIED``, an audited point of the ball that the model misclassifies; elsewhere the
             image itself.
-        leaves: what the checker needs to repeat a bound (:class:`~wball.certificates.complete.Leaf`),
-            per image: the leaves of the tree of ``method="complete"``, the slopes of
-            ``"alpha-crown"``. Classes that are not among them were certified without. ``None`` if
-            the tree is too large to keep.
+        leaves: what the checker needs to repeat a bound
+            (:class:`~wball.certificates.complete.Leaf`), per image: the leaves of the tree of
+            ``method="complete"``, the slopes of ``"alpha-crown"``. Classes that are not among them
+            were certified without. ``None`` if the tree is too large to keep.
     """
 
     certified: Tensor
@@ -211,7 +211,8 @@ def certify(
     time_limit: float = 60.0,
     progress: bool | None = None,
 ) -> CertificateResult:
-    r"""Lower-bound the margin of ``y`` over the ball around each image; certify where it is above 0.
+    r"""Lower-bound the margin of ``y`` over the ball around each image; certify where it is above
+    0.
 
     .. math:: \min_{z \in B(x)} \; \min_{k \ne y} \; f_y(z) - f_k(z) \;\ge\; \text{margin}
 
@@ -328,7 +329,8 @@ def _decide(
     known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for images that are not certified yet; ``known`` are bounds of their units."""
+    """Branch and bound for images that are not certified yet; ``known`` are bounds of their
+    units."""
     margin, certified, status = found.margin, found.certified, list(found.status)
     counterexample, seconds = x.clone(), found.seconds
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]

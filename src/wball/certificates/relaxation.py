@@ -3,7 +3,8 @@ r"""Linear relaxation (CROWN) of a network over an input set, with fixed or opti
 For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU)
 
 .. math::
-    \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
+    \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad
+    k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
 
 holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the
 left line where ``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear

@@ -1,4 +1,5 @@
-r"""Randomized smoothing in the flow domain: certificates that hold with a stated probability (Levine & Feizi, 2020).
+r"""Randomized smoothing in the flow domain: certificates that hold with a stated probability
+(Levine & Feizi, 2020).
 
 Moving mass between neighbouring pixels is a flow ``f`` on the grid's edges: ``z = x + m div(f)``,
 and the cheapest flow that takes ``x`` to ``z`` has ``|f|_1 = W(x, z)`` in (mass fraction) x

@@ -1,12 +1,11 @@
 """A model's graph, recorded from what it runs.
 
-Every call of a PyTorch function goes through :class:`Recorder`, wherever it is made from: a
-module, a hook, a patched method, a loop. The first run gets tensors without values
-(:class:`Valueless`), so nothing it does can depend on the values of an image; the
-second one gets images and points around them, in another batch size and with gradients. Both must record the
-same graph. A function that is not on the list is refused by name, and so is what a list of
-functions cannot show: a tensor read after it was changed under another name, values that leave the
-tensors, results in less precision.
+Every call of a PyTorch function goes through :class:`Recorder`, wherever it is made from: a module,
+a hook, a patched method, a loop. The first run gets tensors without values (:class:`Valueless`), so
+nothing it does can depend on the values of an image; the second one gets images and points around
+them, in another batch size and with gradients. Both must record the same graph. A function that is
+not on the list is refused by name, and so is what a list of functions cannot show: a tensor read
+after it was changed under another name, values that leave the tensors, results in less precision.
 """
 
 from __future__ import annotations
@@ -337,8 +336,8 @@ class Recorder(TorchFunctionMode):
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
         """Refuse compiled functions that read more than their arguments, that read values of a
-        tensor, or of PyTorch and fail: a model that continues may have asked for values in a way that
-        no operation shows."""
+        tensor, or of PyTorch and fail: a model that continues may have asked for values in a way
+        that no operation shows."""
         if event not in ("c_call", "c_exception"):
             return
         owner = called.__self__

@@ -1,8 +1,8 @@
 """Checks that the certified network is the one that runs.
 
 Hooks and patched methods are recorded with everything else that runs. The graph of a model is
-compared with the model by :func:`compare`: at images and at points around them, logit by logit, up to
-the rounding of the model's own precision.
+compared with the model by :func:`compare`: at images and at points around them, logit by logit, up
+to the rounding of the model's own precision.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ IMAGES, STEPS = 8, (1e-3, 0.01, 0.1, 0.3)
 """Number of images that are probed, and of points on the way from the first one to noise."""
 
 SAFETY = 16.0
-"""Tolerance of a logit as a multiple of its simulated rounding error, whose size is estimated from some
-ten random errors."""
+"""Tolerance of a logit as a multiple of its simulated rounding error, whose size is estimated from
+some ten random errors."""
 
 
 class UnsupportedModule(TypeError):

@@ -1,8 +1,10 @@
-"""Images: MNIST, Fashion-MNIST, CIFAR-10, folders of images, and anything torch can index or iterate.
+"""Images: MNIST, Fashion-MNIST, CIFAR-10, folders of images, and anything torch can index or
+iterate.
 
-Every loader returns ``x``, ``(N, C, H, W)`` in [0, 1], and ``y``, ``(N,)`` class numbers. The named sets are small
-enough to be kept on a GPU whole, which is faster than any loader process; augmentation then happens there, too.
-Folders are data sets that are read item by item (:class:`ImageFolder`).
+Every loader returns ``x``, ``(N, C, H, W)`` in [0, 1], and ``y``, ``(N,)`` class numbers. The named
+sets are small enough to be kept on a GPU whole, which is faster than any loader process;
+augmentation then happens there, too. Folders are data sets that are read item by item
+(:class:`ImageFolder`).
 """
 
 from wball.data.augment import RandomAffine, RandomCropFlip, RandomCutout

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class RandomCropFlip:
-    """CIFAR-10's usual augmentation on a whole batch: pad with black, crop at random, mirror half of the images.
+    """CIFAR-10's usual augmentation on a whole batch: pad with black, crop at random, mirror half
+    of the images.
 
     >>> RandomCropFlip()(torch.rand(8, 3, 32, 32)).shape
     torch.Size([8, 3, 32, 32])
@@ -41,10 +42,11 @@ class RandomCropFlip:
 
 @dataclass(frozen=True)
 class RandomAffine:
-    """Each image turned, scaled and sheared at random about its centre; what comes in from outside is black.
+    """Each image turned, scaled and sheared at random about its centre; what comes in from outside
+    is black.
 
-    With ``amount`` 1 angles are up to 10 degrees, scales in [0.9, 1.1] and shears up to 0.1; other amounts multiply
-    these ranges. Pixels stay in [0, 1].
+    With ``amount`` 1 angles are up to 10 degrees, scales in [0.9, 1.1] and shears up to 0.1; other
+    amounts multiply these ranges. Pixels stay in [0, 1].
 
     >>> RandomAffine()(torch.rand(8, 1, 28, 28)).shape
     torch.Size([8, 1, 28, 28])
@@ -57,7 +59,8 @@ class RandomAffine:
         draws = torch.rand(4, x.shape[0], device=x.device, generator=generator)
         angle, wide, high, shear = (2 * draws - 1) * self.amount
         angle, shear = angle * math.radians(10), 0.1 * shear
-        # A rotation times a shear, divided by the scales: where each pixel of the result looks in the image.
+        # A rotation times a shear, divided by the scales: where each pixel of the result looks in
+        # the image.
         cosine, sine = angle.cos(), angle.sin()
         width, height = 1 + 0.1 * wide, 1 + 0.1 * high
         nothing = torch.zeros_like(angle)

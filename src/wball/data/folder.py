@@ -23,7 +23,8 @@ NAMED = 3
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images in one sub-folder per class, as items ``(bytes (C, H, W), class number)``. Needs Pillow.
+    """Images in one sub-folder per class, as items ``(bytes (C, H, W), class number)``. Needs
+    Pillow.
 
     Classes are numbered in alphabetical order. If folder names are numbers from 0 on, they are the
     class numbers, so that a missing class does not change the others. Other numbers are sorted by
@@ -132,8 +133,8 @@ def load_folder(
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Images in one sub-folder per class as ``(x, y, class names)``; see :class:`ImageFolder`.
 
-    Without ``resize`` and ``crop`` all images must have the same size. The first file that cannot be
-    read, or has a different size, raises an error that names it.
+    Without ``resize`` and ``crop`` all images must have the same size. The first file that cannot
+    be read, or has a different size, raises an error that names it.
     """
     folder = ImageFolder(root, resize=resize, crop=crop, grey=grey)
     x, y = read_items(folder, range(len(folder)))

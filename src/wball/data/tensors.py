@@ -29,11 +29,12 @@ def to_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Convert any source of images and labels to ``(x, y)``.
 
-    Args:
-        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a ``Dataset`` of (image,
-            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label":
-            ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C`` if uint8, unless only the first
-            axis has 1, 3 or 4 entries) or PIL images; bytes are divided by 255.
+    Args: data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a
+        ``Dataset`` of (image,
+            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image":
+            ..., "label": ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C``
+            if uint8, unless only the first axis has 1, 3 or 4 entries) or PIL images; bytes are
+            divided by 255.
         limit: largest number of images.
         device: device of the result (default: that of the data).
         items: ``data`` yields single images, never batches.
@@ -100,7 +101,8 @@ def to_tensors(
 
 
 def class_names(data: Any) -> list[str] | None:
-    """What a data set calls its classes: ``data.classes``, or the names of a Hugging Face label; else ``None``."""
+    """What a data set calls its classes: ``data.classes``, or the names of a Hugging Face label;
+    else ``None``."""
     while isinstance(data, (Subset, DataLoader)):
         data = data.dataset
     features = getattr(data, "features", None)
@@ -165,7 +167,8 @@ def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], l
 
 
 def _pair(item: Any) -> tuple[Any, Any]:
-    """Image and label of an item or a batch: its first two parts, or known names in a dictionary."""
+    """Image and label of an item or a batch: its first two parts, or known names in a
+    dictionary."""
     if isinstance(item, Mapping):
         images, labels = ([k for k in names if k in item] for names in (_IMAGE_NAMES, _LABEL_NAMES))
         if len(images) != 1 or len(labels) != 1:

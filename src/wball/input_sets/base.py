@@ -1,4 +1,5 @@
-r"""The largest value of linear functions over a set of images: all that a linear relaxation asks of a threat model.
+r"""The largest value of linear functions over a set of images: all that a linear relaxation asks of
+a threat model.
 
 A ball answers with an :class:`InputSet` (``ball.input_set(x, plans)``); nothing else about it
 enters a certificate. Sets whose images are made by transport plans can also add charges on moved
@@ -65,8 +66,8 @@ class InputSet(ABC):
         """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
 
         Rows with ``charges`` must have been :meth:`patched`. ``box`` holds prices of the box; the
-        best ``psi`` is searched for in ``rounds``. Differentiable in coefficients, charges and prices: at the best ``psi``
-        its own slope is 0 (envelope theorem).
+        best ``psi`` is searched for in ``rounds``. Differentiable in coefficients, charges and
+        prices: at the best ``psi`` its own slope is 0 (envelope theorem).
         """
 
     def steepest(self, rows: Rows) -> Tensor | None:

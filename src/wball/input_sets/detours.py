@@ -1,9 +1,10 @@
 r"""Moves that are not listed, as two that are: what they pay is at most what both of these pay.
 
-The charge of a move is :math:`M_{ij} = \sum_u b_u \max(g^u_{ij}, 0)`, and the gains of a unit add up along a path:
-:math:`g_{ij} \le g_{ik} + g_{kj}`. So :math:`M_{ij} \le M_{ik} + M_{kj}`, for any pixel ``k``, which costs nothing but
-an addition: no unit needs gains of its own for the move. Here ``k`` is the pixel next to the middle of the way, inside
-the rectangle that both ends span, so that it lies in the image if they do.
+The charge of a move is :math:`M_{ij} = \sum_u b_u \max(g^u_{ij}, 0)`, and the gains of a unit add
+up along a path: :math:`g_{ij} \le g_{ik} + g_{kj}`. So :math:`M_{ij} \le M_{ik} + M_{kj}`, for any
+pixel ``k``, which costs nothing but an addition: no unit needs gains of its own for the move. Here
+``k`` is the pixel next to the middle of the way, inside the rectangle that both ends span, so that
+it lies in the image if they do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Linear functions of a layer's values, many at a time, each stored only where it can be non-zero.
 
-A bound is carried backwards through the network as rows ``a``: row ``n`` is the function ``<a_n, h>``,
-where ``h`` is the value of some layer for image ``image[n]``. A unit of a convolution sees a small
-patch of its input, so a row over a feature map keeps a patch of fixed size at its own position; a
-*dense* row keeps the whole map.
+A bound is carried backwards through the network as rows ``a``: row ``n`` is the function ``<a_n,
+h>``, where ``h`` is the value of some layer for image ``image[n]``. A unit of a convolution sees a
+small patch of its input, so a row over a feature map keeps a patch of fixed size at its own
+position; a *dense* row keeps the whole map.
 
 Rows of an anchored relaxation come with :class:`Charges`: what moved mass pays
 (:mod:`wball.certificates.anchor`). An input set adds them to what its moves earn.

@@ -1,10 +1,12 @@
-r"""The largest value of linear functions over an input set: all that a linear relaxation asks of a threat model.
+r"""The largest value of linear functions over an input set: all that a linear relaxation asks of a
+threat model.
 
 For a row ``a`` and a Wasserstein ball with budget ``E`` and box ``[lo, hi]``, every ``psi >= 0``
 and every price ``r`` (one number per pixel) gives an upper bound of the maximum:
 
 .. math::
-    \max_{z \in B} \langle a, z \rangle \;\le\; \psi E + \sum_i x_i \max_j \big( a_j - r_j - \psi C_{ij} \big)
+    \max_{z \in B} \langle a, z \rangle
+    \;\le\; \psi E + \sum_i x_i \max_j \big( a_j - r_j - \psi C_{ij} \big)
         + \sum_j \big( hi\, r_j^+ - lo\, r_j^- \big)
 
 (weak duality: ``psi`` prices the transport budget, ``r`` the box, i.e. ``inf over a1 + a2 = a`` of

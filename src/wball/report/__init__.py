@@ -80,7 +80,8 @@ def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -
 
 
 def why_not() -> str | None:
-    """The missing package that reports need, and how to install it; ``None`` if all are installed."""
+    """The missing package that reports need, and how to install it; ``None`` if all are
+    installed."""
     for name in ("jinja2", "PIL"):
         try:
             import_module(name)

@@ -15,7 +15,8 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class ClassRow:
-    """Accuracies of the images of one class; ``confused`` is what most of them are predicted as instead."""
+    """Accuracies of the images of one class; ``confused`` is what most of them are predicted as
+    instead."""
 
     name: str
     images: int
@@ -43,7 +44,8 @@ class ByClass:
 
 
 def predictions_under_attack(e: Evaluation, eps: float) -> Tensor:
-    """The class of each image at radius ``eps``: of its adversarial example if it has one, else of the clean image."""
+    """The class of each image at radius ``eps``: of its adversarial example if it has one, else of
+    the clean image."""
     images = e.images
     attacked = e.broken_at(eps) & (images["read_as"] >= 0)
     return torch.where(attacked, images["read_as"], images["predicted"])

@@ -191,7 +191,8 @@ def _threat(ball: dict[str, Any]) -> str:
 
 
 def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` where it was not evaluated."""
+    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` where it was not
+    evaluated."""
     rows = []
     for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
         cells: list[dict[str, Any] | None] = []
@@ -256,7 +257,8 @@ def _explored(e: Evaluation) -> Tensor:
 
 
 def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list[dict[str, Any]]:
-    """The gallery: broken images, smallest distance first, then those that survived or were misclassified."""
+    """The gallery: broken images, smallest distance first, then those that survived or were
+    misclassified."""
     if not _shows_images(e):
         return []
     examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}

@@ -1,4 +1,5 @@
-"""Figures for papers, from evaluations: accuracy against eps, and examples with their perturbations.
+"""Figures for papers, from evaluations: accuracy against eps, and examples with their
+perturbations.
 
 Each function returns a matplotlib figure; :func:`save_figures` writes all of them. Fonts are
 embedded as text; the width is that of one column.
@@ -43,7 +44,8 @@ STYLE: dict[str, Any] = {
 
 
 def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """Accuracy against eps, one line per evaluation; certified accuracy dotted in the same colour."""
+    """Accuracy against eps, one line per evaluation; certified accuracy dotted in the same
+    colour."""
     figure, axes = _one_axes(evaluations)
     for k, e in enumerate(evaluations):
         points = e.curve()
@@ -71,7 +73,8 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
 
 
 def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
-    """Originals, perturbations on one scale, and adversarial images, from small to large distances."""
+    """Originals, perturbations on one scale, and adversarial images, from small to large
+    distances."""
     if not evaluation.examples or len(evaluation.examples["index"]) == 0:
         raise ValueError(f"{evaluation.name} has no adversarial examples to show")
     index = evaluation.examples["index"]
@@ -115,7 +118,8 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
 def save_figures(
     evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf"
 ) -> list[Path]:
-    """Write all figures of the evaluations, as ``pdf``, ``png`` or ``svg``, and return the paths."""
+    """Write all figures of the evaluations, as ``pdf``, ``png`` or ``svg``, and return the
+    paths."""
     if not evaluations:
         raise ValueError("evaluations is empty: there is nothing to draw")
     if kind not in FORMATS:
@@ -162,7 +166,8 @@ def _cut(name: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text escaped for matplotlib, which reads dollars as mathematics and hides labels that begin with _."""
+    """Text escaped for matplotlib, which reads dollars as mathematics and hides labels that begin
+    with _."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 

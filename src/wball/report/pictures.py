@@ -23,9 +23,11 @@ def image_uri(x: Tensor) -> str:
 
 
 def change_uri(change: Tensor, scale: float) -> str:
-    """A perturbation as a PNG: vermilion where mass arrives, blue where it leaves, fully opaque from ``scale`` on.
+    """A perturbation as a PNG: vermilion where mass arrives, blue where it leaves, fully opaque
+    from ``scale`` on.
 
-    Channels are averaged. What does not change is transparent, so that the picture suits light and dark pages.
+    Channels are averaged. What does not change is transparent, so that the picture suits light and
+    dark pages.
     """
     mean = change.mean(0).numpy()
     pixels = np.zeros((*mean.shape, 4), dtype=np.uint8)

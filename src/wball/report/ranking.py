@@ -46,9 +46,9 @@ class Row:
 class Ranking:
     """Evaluations from the most to the least robust.
 
-    Models are ranked by robust accuracy at ``reference``, then by its mean over the shared radii, then
-    by clean accuracy. Quick looks come after reliable evaluations. Evaluations with doubts come
-    last and have no rank: their accuracy may be too high.
+    Models are ranked by robust accuracy at ``reference``, then by its mean over the shared radii,
+    then by clean accuracy. Quick looks come after reliable evaluations. Evaluations with doubts
+    come last and have no rank: their accuracy may be too high.
     """
 
     reference: float
@@ -135,7 +135,8 @@ def latex_table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def median_distance(e: Evaluation) -> tuple[float | None, bool]:
-    """Median distance of the adversarial examples, and whether some of the distances are upper bounds."""
+    """Median distance of the adversarial examples, and whether some of the distances are upper
+    bounds."""
     found = e.images["read_as"] >= 0
     distances = e.images["distance"][found]
     bounded = bool((e.images["proof"] == PLAN).any())

@@ -41,7 +41,8 @@ class ShownMoves:
 
 
 def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> ShownMoves | None:
-    """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls without such moves."""
+    """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls
+    without such moves."""
     if x.numel() > LARGE:
         return None
     cost = read_cost(ball)

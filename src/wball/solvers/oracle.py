@@ -145,7 +145,8 @@ class EntropicProjection(_Oracle):
 
     The sweeps of :mod:`wball.kernels.projected_sinkhorn` return the columns of a repaired plan, and
 
-    .. math:: z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
+    .. math::
+        z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
 
     where ``delta`` covers float32 rounding of the exponents. The duals of one call start the next.
     Nothing is read back from the device.

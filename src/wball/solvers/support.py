@@ -9,7 +9,8 @@ It is the Frank-Wolfe oracle of the attacks and the input bound of the certifica
 an upper bound: for ``psi >= 0`` on cost and any potential ``u`` on the columns
 
 .. math::
-    \sigma(g) \le \psi E + \sum_i x_i \max_j (u_j - \psi C_{ij}) + \sum_j \max_{lo \le z \le hi} (g_j - u_j) z,
+    \sigma(g) \le \psi E + \sum_i x_i \max_j (u_j - \psi C_{ij})
+    + \sum_j \max_{lo \le z \le hi} (g_j - u_j) z,
 
 so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi``
 is left: a convex, piecewise linear function whose kink is found exactly, and the maximiser mixes

@@ -47,8 +47,8 @@ def grouped() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank and number of the processes that share the work: of the process group or, before there is
-    one, of ``torchrun``."""
+    """Rank and number of the processes that share the work: of the process group or, before there
+    is one, of ``torchrun``."""
     if grouped():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,7 +92,8 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
     """Lock the folder for this process. The system releases the lock when the process ends.
 
     If another process holds the lock, raise :class:`FolderInUse`, or ``wait`` until it is free.
-    ``filelock`` is not used, because its fallback without locks is a file that outlives its process.
+    ``filelock`` is not used, because its fallback without locks is a file that outlives its
+    process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (".lock" if rank == 0 else f".lock-{rank}")

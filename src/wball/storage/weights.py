@@ -1,8 +1,8 @@
 """Loading and saving weights. Nothing read here can execute code.
 
-Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``. The
-state dict may be under ``net``, ``model``, ``state_dict`` or ``model_state_dict``, in a list, and
-its names may have, or lack, prefixes such as ``module.`` of a wrapper.
+Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``.
+The state dict may be under ``net``, ``model``, ``state_dict`` or ``model_state_dict``, in a list,
+and its names may have, or lack, prefixes such as ``module.`` of a wrapper.
 """
 
 from __future__ import annotations

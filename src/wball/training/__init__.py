@@ -1,4 +1,5 @@
-"""Training: standard, adversarial with any attack of the library, and provable in the l-inf ball."""
+"""Training: standard, adversarial with any attack of the library, and provable in the l-inf
+ball."""
 
 from wball.training.config import (
     Adversary,

@@ -1,10 +1,10 @@
 r"""Differentiable bounds for training: intervals and CROWN over an l-inf ball, linear maxima over a
 Wasserstein ball.
 
-Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and
-``|W| r``. CROWN goes backward from the margins ``f_y - f_k`` and replaces each ReLU by linear bounds
-(:mod:`wball.certificates.relaxation`); the resulting linear function has its minimum at a corner. The
-mix
+Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and ``|W|
+r``. CROWN goes backward from the margins ``f_y - f_k`` and replaces each ReLU by linear bounds
+(:mod:`wball.certificates.relaxation`); the resulting linear function has its minimum at a corner.
+The mix
 
 .. math::
     \underline m = \beta\, \underline m_{CROWN} + (1 - \beta)\, \underline m_{interval}
@@ -134,7 +134,8 @@ def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
 
 
 def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
-    r"""The most that ``<g, z - x>`` can be over the ball without its box, ``(B,)``, differentiable in ``g``.
+    r"""The most that ``<g, z - x>`` can be over the ball without its box, ``(B,)``, differentiable
+    in ``g``.
 
     .. math:: \max_z\; \langle g, z - x \rangle \quad\text{over the moves of the ball's window}
 

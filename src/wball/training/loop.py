@@ -85,8 +85,8 @@ def train(
     """Train a model, and resume an interrupted run with the same ``out``.
 
     Under ``torchrun`` (with an initialised process group) the processes share each batch. With a
-    fixed seed on a CPU the weights are the same, bit for bit, wherever a run was interrupted, unless
-    ``time_limit`` is set.
+    fixed seed on a CPU the weights are the same, bit for bit, wherever a run was interrupted,
+    unless ``time_limit`` is set.
 
     Args:
         config: the settings; see :func:`~wball.training.preset`.
@@ -527,7 +527,8 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _idle(model: nn.Module, x: Tensor) -> bool:
-    """Whether some parameters do not affect the logits, so that they have no gradients to wait for."""
+    """Whether some parameters do not affect the logits, so that they have no gradients to wait
+    for."""
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
         logits = ask(model.eval(), x[:2])
@@ -571,7 +572,8 @@ def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generato
 
 @contextmanager
 def _products(device: torch.device, precision: str, *, benchmark: bool = False) -> Iterator[None]:
-    """On a GPU: precision of float32 products, and whether convolution algorithms are benchmarked."""
+    """On a GPU: precision of float32 products, and whether convolution algorithms are
+    benchmarked."""
     if device.type != "cuda":
         yield
         return

@@ -84,7 +84,8 @@ class Radii:
         return scale * world.shard(self.values[index])
 
     def follow(self, index: Tensor, broken: Tensor, world: World) -> None:
-        """Let the radii of the training images ``index`` grow, or shrink where an image is broken."""
+        """Let the radii of the training images ``index`` grow, or shrink where an image is
+        broken."""
         if self.settings.radius == "fixed":
             return
         shrinks = world.gather(broken.to(self.values.dtype))
@@ -213,13 +214,15 @@ def accuracy(model: Model, x: Tensor, y: Tensor) -> float:
 
 
 def robust_accuracy(model: Model, x: Tensor, y: Tensor, attack: Attack) -> float:
-    """The share of images that the model gets right and ``attack`` finds no adversarial example for."""
+    """The share of images that the model gets right and ``attack`` finds no adversarial example
+    for."""
     check_attack(attack)
     return _counted(lambda a, b: ~attack(model, a, b).success & _right(model, a, b), model, x, y)
 
 
 def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
-    """The share of images proved right over the l-inf ball of radius ``eps`` (:mod:`wball.training.bounds`)."""
+    """The share of images proved right over the l-inf ball of radius ``eps``
+    (:mod:`wball.training.bounds`)."""
     inputs.check_eps(eps)
     return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, chunk=200)
 

@@ -1,7 +1,7 @@
 """Training settings by name.
 
-``preset("mnist-adversarial")`` is a :class:`~wball.training.TrainConfig`; :func:`override` changes a
-setting by its path, such as ``adversary.attack.steps``.
+``preset("mnist-adversarial")`` is a :class:`~wball.training.TrainConfig`; :func:`override` changes
+a setting by its path, such as ``adversary.attack.steps``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ MNIST_ADVERSARIAL_PAPER = TrainConfig(
     summary="The paper's network and adversarial training: projected Sinkhorn PGD, radius from 0.1 up to 2.1.",
 )
 
-# Few and long steps: at the radii of digits 8 steps of 20 nats come close to 100 short ones (docs/training.md).
+# Few and long steps: at the radii of digits 8 steps of 20 nats come close to 100 short ones
+# (docs/training.md).
 _FEW_LONG = DualAveraging(
     WassersteinBall(0.55), steps=8, step_size=20.0, objective="cross-entropy", until_success=False
 )
@@ -154,8 +155,9 @@ CIFAR10_STANDARD = TrainConfig(
     summary="ResNet-18 with standard training.",
 )
 
-# Longer steps are no stronger on colour images, and a network learns to resist them alone: trained against 7 steps
-# of 15 nats, our robust accuracy at 0.01 was 88 %, and 11 % under 100 steps of 3 nats.
+# Longer steps are no stronger on colour images, and a network learns to resist them alone: trained
+# against 7 steps of 15 nats, our robust accuracy at 0.01 was 88 %, and 11 % under 100 steps of 3
+# nats.
 _SHORTER = DualAveraging(
     WassersteinBall(0.12),
     steps=10,

@@ -3,9 +3,9 @@
 Tensors and a JSON header go into one safetensors file. It is written beside the old one and renamed
 over it, so that there is always exactly one complete checkpoint. Nothing is pickled.
 
-Random numbers need no state: permutations, augmentation and attacks are drawn from generators seeded
-by the run's seed and the number of the epoch or step (:func:`generator`), so that a repeated step
-repeats its numbers.
+Random numbers need no state: permutations, augmentation and attacks are drawn from generators
+seeded by the run's seed and the number of the epoch or step (:func:`generator`), so that a repeated
+step repeats its numbers.
 
 Processes started by ``torchrun`` share a run. Each global batch is split into equal shards, one per
 process, and gradients are averaged. Random numbers are drawn for the global batch from the same

@@ -1,8 +1,9 @@
-"""Trained models by name: those that come with the package, and public ones of others (:mod:`~wball.zoo.public`).
+"""Trained models by name: those that come with the package, and public ones of others
+(:mod:`~wball.zoo.public`).
 
-Each model of the package is a pair of files in this folder: ``NAME.safetensors`` with the weights and ``NAME.json``,
-its card, with the architecture, the clean accuracy and how it was trained. They are small, so that everything can be
-tried without a download.
+Each model of the package is a pair of files in this folder: ``NAME.safetensors`` with the weights
+and ``NAME.json``, its card, with the architecture, the clean accuracy and how it was trained. They
+are small, so that everything can be tried without a download.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def list_models() -> list[str]:
 
 
 def model_card(name: str) -> dict[str, Any]:
-    """What is known about a model: architecture, data set, training; of public ones also authors, source and licence.
+    """What is known about a model: architecture, data set, training; of public ones also authors,
+    source and licence.
 
     >>> model_card("mnist-standard")["architecture"]
     'mnist-cnn'
@@ -65,8 +67,9 @@ def load_model(
 ) -> nn.Module:
     """A trained model, in evaluation mode: images in [0, 1] in, logits out.
 
-    A public model is downloaded from its authors' repository on first use, checked, and kept in ``root`` (default: the
-    folder that ``WBALL_MODELS`` names, or the user's cache). Nothing in its file is executed.
+    A public model is downloaded from its authors' repository on first use, checked, and kept in
+    ``root`` (default: the folder that ``WBALL_MODELS`` names, or the user's cache). Nothing in its
+    file is executed.
 
     >>> load_model("mnist-standard")(torch.zeros(1, 1, 28, 28)).shape
     torch.Size([1, 10])

@@ -124,7 +124,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for small images, without pooling in the stem; parameter names as in public checkpoints."""
+    """ResNet-18 for small images, without pooling in the stem; parameter names as in public
+    checkpoints."""
 
     def __init__(
         self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3
@@ -151,8 +152,8 @@ class ResNet18(nn.Module):
 class PlainBlock(nn.Module):
     """``relu(conv(relu(conv(x))) + shortcut(x))`` without batch normalisation.
 
-    A block that halves the image uses even kernels (4, and 2 in the shortcut), so that each pixel is
-    read equally often. A fresh block is its shortcut, which copies channels (or their means over
+    A block that halves the image uses even kernels (4, and 2 in the shortcut), so that each pixel
+    is read equally often. A fresh block is its shortcut, which copies channels (or their means over
     2 x 2 pixels). With random kernels, interval bounds would grow about 40 times wider per block,
     too wide for certified training to begin.
     """

@@ -1,8 +1,10 @@
-"""Public models of others, by name: fetched from their authors' repositories, never part of this package.
+"""Public models of others, by name: fetched from their authors' repositories, never part of this
+package.
 
-Every entry of ``public.json`` pins a commit and a SHA-256. A file is opened only after its digest was found right, and
-then by ``torch.load(weights_only=True)``, which executes nothing. It is kept in a folder: ``root``, or the one that the
-environment variable ``WBALL_MODELS`` names, or the user's cache. A folder that has the files serves without a network.
+Every entry of ``public.json`` pins a commit and a SHA-256. A file is opened only after its digest
+was found right, and then by ``torch.load(weights_only=True)``, which executes nothing. It is kept
+in a folder: ``root``, or the one that the environment variable ``WBALL_MODELS`` names, or the
+user's cache. A folder that has the files serves without a network.
 """
 
 from __future__ import annotations
@@ -24,21 +26,13 @@ from wball.storage.files import locked
 class PublicModel:
     """A model trained by other authors.
 
-    Attributes:
-        name: by which :func:`wball.load_model` knows it.
-        authors: of paper and weights.
-        year: of the paper.
-        paper: its title.
-        paper_url: where to read it.
-        repository: address of the authors' repository.
-        commit: the pinned commit.
-        path: of the weights in the repository.
-        sha256: of that file.
-        dataset: which images it is for.
-        architecture: a name that :func:`wball.build_model` knows.
-        summary: what was trained.
-        licence: what the repository states; without a statement the weights are their authors' alone.
-        noise: standard deviation of the smoothing noise that it was trained for.
+    Attributes: name: by which :func:`wball.load_model` knows it. authors: of paper and weights.
+        year: of the paper. paper: its title. paper_url: where to read it. repository: address of
+        the authors' repository. commit: the pinned commit. path: of the weights in the repository.
+        sha256: of that file. dataset: which images it is for. architecture: a name that
+        :func:`wball.build_model` knows. summary: what was trained. licence: what the repository
+        states; without a statement the weights are their authors' alone. noise: standard deviation
+        of the smoothing noise that it was trained for.
     """
 
     name: str
@@ -91,7 +85,8 @@ class PublicModel:
         return target
 
     def _checked(self, path: Path) -> bool:
-        """Whether the file is there. One that is not the published file is never replaced, and never opened."""
+        """Whether the file is there. One that is not the published file is never replaced, and
+        never opened."""
         if not path.is_file():
             return False
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -115,7 +110,8 @@ def public_models() -> dict[str, PublicModel]:
 
 
 def models_folder(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of public models: ``root``, else that of ``WBALL_MODELS``, else one in the user's cache."""
+    """The folder of public models: ``root``, else that of ``WBALL_MODELS``, else one in the user's
+    cache."""
     if root is not None:
         return Path(root)
     if named := os.environ.get("WBALL_MODELS"):

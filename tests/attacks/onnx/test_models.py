@@ -1,4 +1,5 @@
-"""ONNX models: against PyTorch's own answer for what it exported, and against files of other frameworks."""
+"""ONNX models: against PyTorch's own answer for what it exported, and against files of other
+frameworks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def export(model: nn.Module, x: Tensor, path: Path, opset: int = 17, fixed: bool
 
 
 class VisionTransformer(nn.Module):
-    """Patches, a class token, attention written out, GELU: the way timm and Hugging Face write it."""
+    """Patches, a class token, attention written out, GELU: the way timm and Hugging Face write
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +95,8 @@ NETWORKS = {
 def test_usual_architectures(
     images: Tensor, tmp_path: Path, name: str, opset: int, fixed: bool
 ) -> None:
-    """Also exported for one image at a time: the file then takes any number of them, all at once or one by one."""
+    """Also exported for one image at a time: the file then takes any number of them, all at once or
+    one by one."""
     torch.manual_seed(0)
     net = NETWORKS[name]()
     net(images.repeat(5, 1, 1, 1))
@@ -138,7 +141,8 @@ def test_a_softmax_at_the_end_is_left_out(images: Tensor, tmp_path: Path, traili
 
 @pytest.mark.parametrize("size", [(8, 10), (3, 3)])
 def test_images_with_channels_last(tmp_path: Path, size: tuple[int, int]) -> None:
-    """As TensorFlow's exporter writes them: a Transpose in front, which the shape of the input tells."""
+    """As TensorFlow's exporter writes them: a Transpose in front, which the shape of the input
+    tells."""
     weight = np.random.default_rng(0).normal(size=(4, 3, 3, 3)).astype(np.float32)
     nodes = [
         helper.make_node("Transpose", ["x"], ["t"], perm=[0, 3, 1, 2]),
@@ -156,7 +160,8 @@ def test_images_with_channels_last(tmp_path: Path, size: tuple[int, int]) -> Non
 
 
 def test_rows_of_a_table() -> None:
-    """As scikit-learn's exporter writes a network of digits: images are its rows, and labels come beside the scores."""
+    """As scikit-learn's exporter writes a network of digits: images are its rows, and labels come
+    beside the scores."""
     weight = np.random.default_rng(0).normal(size=(48, 5)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     proto = classifier(nodes, ["n", 48], {"w": weight})

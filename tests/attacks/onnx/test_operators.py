@@ -1,6 +1,8 @@
-"""Operators against the ONNX project's own node tests, and their gradients against finite differences.
+"""Operators against the ONNX project's own node tests, and their gradients against finite
+differences.
 
-The node tests come with the ``onnx`` package. Making them takes most of the time here, so one test goes through all.
+The node tests come with the ``onnx`` package. Making them takes most of the time here, so one test
+goes through all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from wball.attacks.adapters.onnx import OPERATORS, OnnxGraph
 STEPPED = {"Ceil", "Floor", "Round", "Sign", "Shape"}
 """Operators whose result does not depend on their input smoothly."""
 CONSTANT = {"mean", "var", "min", "max", "value"}
-"""Inputs without a gradient: statistics of a batch normalisation, ends of Clip, and the value of Pad."""
+"""Inputs without a gradient: statistics of a batch normalisation, ends of Clip, and the value of
+Pad."""
 LARGE = 4000
 """Finite differences are taken of tests with no more numbers than that."""
 
@@ -57,7 +60,8 @@ def _beside(values: Tensor) -> Tensor:
 
 
 def check_gradient(graph: OnnxGraph, given: dict[str, Tensor]) -> bool:
-    """Gradients of the first output by finite differences along a random direction; whether there was one to check."""
+    """Gradients of the first output by finite differences along a random direction; whether there
+    was one to check."""
     # The tests like round numbers, where many functions have a kink.
     wide = {k: _beside(v.double()) if v.is_floating_point() else v for k, v in given.items()}
     names = [

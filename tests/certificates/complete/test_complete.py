@@ -1,4 +1,5 @@
-"""Complete verification agrees with mixed-integer programming, and what it falsifies passes the audit."""
+"""Complete verification agrees with mixed-integer programming, and what it falsifies passes the
+audit."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_answers_agree_with_mixed_integer_programs(monkeypatch: pytest.MonkeyPat
 def test_little_memory_costs_answers_and_makes_none_wrong(
     few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The public l-inf network, all of whose classes are open at once, ran out of a GPU's memory."""
+    """The public l-inf network, all of whose classes are open at once, ran out of a GPU's
+    memory."""
     monkeypatch.setattr(certificate, "_room", lambda x: 1)
     monkeypatch.setattr(search, "EARLY", math.inf)  # no small tree
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
@@ -123,7 +125,8 @@ def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_parts_of_a_tree_cover_the_ball() -> None:
-    """Every certified image keeps the parts it was split into: none is missing, slopes are in range."""
+    """Every certified image keeps the parts it was split into: none is missing, slopes are in
+    range."""
     largest = 0
     for seed in (181, 21, 251):
         net, x, y, eps = tiny(seed)

@@ -1,4 +1,5 @@
-"""Complete verification takes every layer of the table: proofs at small radii, counterexamples at large ones."""
+"""Complete verification takes every layer of the table: proofs at small radii, counterexamples at
+large ones."""
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ def test_a_residual_network_is_proved_and_falsified() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_the_ordinary_bound_proves_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ResNet has too many units for a tree: where plain bounds are enough, they are all that is computed."""
+    """A ResNet has too many units for a tree: where plain bounds are enough, they are all that is
+    computed."""
 
     def never(*_: object) -> None:
         raise AssertionError("searched")

@@ -270,7 +270,8 @@ class _Proof:
         return bend.before
 
     def _parameters(self, case: Checker, part: Part, leaf: Leaf) -> Parameters:
-        """Relaxation parameters stored in a leaf. A price is used only if this part has its split."""
+        """Relaxation parameters stored in a leaf. A price is used only if this part has its
+        split."""
         given: Parameters = {}
         for kind, values in (("slope", leaf.slopes), ("share", leaf.shares)):
             for number, tensor in values.items():

@@ -2,8 +2,8 @@ r"""Lines below and above curves, with every rounding error accounted for: the c
 
 An interval is cut into cells. On a cell with centre ``c`` and half width ``r``, for
 ``g(v) = f(v) - k v`` and any bound ``B`` of ``|f''|``, Taylor's theorem gives
-``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these lower bounds over the cells is the shift
-of a line with slope ``k`` below the curve, the largest upper bound that of one above it.
+``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these lower bounds over the cells is the
+shift of a line with slope ``k`` below the curve, the largest upper bound that of one above it.
 """
 
 from __future__ import annotations

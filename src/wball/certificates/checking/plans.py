@@ -36,8 +36,8 @@ SEARCH = 30
 """Steps of bisection for the price of the budget, in float32."""
 
 PRICED, FEW = (0.25, 0.5, 0.75), 64
-"""Quantiles of a row that are tried as prices of the box, for up to ``FEW`` rows: a pixel is charged
-for what it is worth beyond the quantile."""
+"""Quantiles of a row that are tried as prices of the box, for up to ``FEW`` rows: a pixel is
+charged for what it is worth beyond the quantile."""
 
 LARGEST = 4096
 """Largest number of pixels of an image: its costs are held as a matrix."""

@@ -1,4 +1,5 @@
-r"""Bounds of many nodes at once: slopes, anchors, multipliers of splits and box prices, improved by Adam.
+r"""Bounds of many nodes at once: slopes, anchors, multipliers of splits and box prices, improved by
+Adam.
 
 A split fixes the sign ``sigma`` of a unit ``v``. In that node ``m >= m - beta sigma v`` for any
 ``beta >= 0``: this adds ``-beta sigma`` to the coefficient of ``v``, which is carried back like any

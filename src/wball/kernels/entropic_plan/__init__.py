@@ -4,7 +4,8 @@ For an image ``x`` (rows), potentials ``b`` and ``q`` (columns), a price ``psi``
 factors ``keep`` and ``give`` in [0, 1], the plan is
 
 .. math::
-    P_{ij} = x_i\, \mathrm{softmax}_j(b_j + q_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j), \qquad
+    P_{ij} = x_i\, \mathrm{softmax}_j(b_j + q_j - \psi C_{ij}) \, give_i\, keep_j
+    \quad (i \ne j), \qquad
     P_{ii} = x_i - \sum_{j \ne i} P_{ij},
 
 so its rows sum to ``x`` for any value of the other quantities, and five images describe it.
@@ -35,8 +36,8 @@ The columns ``z`` of the plan then move towards the centre until they are provab
 and ``D`` makes the mass lost equal to the mass gained in each channel where columns are summed in
 float32. Exponents are sums of potentials and prices. In float32 a sum of size ``M`` has an error of
 a few ``M eps``, and each flow has this relative error: the flows that are priced and the flows that
-arrive may differ by that much. The next plan is requested with the budget ``kappa * budget``. ``kappa`` is adapted until the
-*net* cost is the budget.
+arrive may differ by that much. The next plan is requested with the budget ``kappa * budget``.
+``kappa`` is adapted until the *net* cost is the budget.
 """
 
 from __future__ import annotations

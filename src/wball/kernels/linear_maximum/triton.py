@@ -61,7 +61,8 @@ def linear_maximum(
     psi, low, high = prices.unbind()
     z = None
     if point:
-        # torch rounds scores differently: ends this far apart lie on both sides of the kink for it, too
+        # torch rounds scores differently: ends this far apart lie on both sides of the kink for it,
+        # too
         low, high = low * (1 - CLOSE), high * (1 + CLOSE)
         dear, cheap = (best_plan(a.float(), x.float(), moves.like(psi), end) for end in (low, high))
         z = mixed_plan(dear, cheap, budget.to(torch.float64).clamp(min=0.0)).columns()

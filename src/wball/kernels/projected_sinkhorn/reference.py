@@ -103,7 +103,8 @@ class _Sweeps:
             lambda price: (worth / (s.tau * price * s.budget).clamp(min=TINY)).clamp(4e-15, settings.PSI_TOL),
         )  # fmt: skip
         stays, columns = rows.flow(0), rows.columns()
-        # Columns. Full ones aim below hi, by a margin in which the gap has the derivative `pressed`.
+        # Columns. Full ones aim below hi, by a margin in which the gap has the derivative
+        # `pressed`.
         pressed = image_sums((s.w - tau * s.beta - self.hi).clamp(min=0.0))
         worth = settings.MARGIN * self.tol * s.size
         widest = settings.WIDEST_MARGIN * (self.hi - self.lo) if self.hi < math.inf else 0.0

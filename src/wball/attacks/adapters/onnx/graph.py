@@ -69,7 +69,8 @@ class OnnxGraph(nn.Module):
                 self._keep(name, values[name])
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """Store a constant. Numbers and shapes stay on the CPU, where reading them waits for nothing."""
+        """Store a constant. Numbers and shapes stay on the CPU, where reading them waits for
+        nothing."""
         if value.ndim == 0 or not value.is_floating_point():
             self.constants[name] = value
             return
