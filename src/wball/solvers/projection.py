@@ -109,7 +109,8 @@ def _project(
     if not left:
         return found
     index = torch.tensor(left, device=w.device)
-    return _patched(found, index, _by_newton(problem.take(index), w[index], effort, None))
+    near = init and init.take(index)
+    return _patched(found, index, _by_newton(problem.take(index), w[index], effort, near))
 
 
 def _swept(
