@@ -19,7 +19,7 @@ SMALL = tuple(f"src/wball/{name}" for name in ("report", "data", "storage", "bal
 CEILINGS: dict[tuple[str, ...], int] = {
     ("src/wball",): 250_000,
     ("src/wball/kernels",): 66_770,
-    ("src/wball/certificates",): 51_876,
+    ("src/wball/certificates",): 51_996,
     ("src/wball/attacks",): 34_250,
     ("src/wball/training",): 12_340,
     ("src/wball/evaluation",): 15_790,
@@ -28,7 +28,7 @@ CEILINGS: dict[tuple[str, ...], int] = {
     ("src/wball/input_sets",): 8_630,
     ("src/wball/solvers",): 6_870,
     ("src/wball/auditing",): 5_900,
-    SMALL: 23_380,
+    SMALL: 23_260,
     ("reproduction",): 20_000,
     ("tests",): 180_000,
     ("benchmarks", "tools"): 22_500,

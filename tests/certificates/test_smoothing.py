@@ -86,6 +86,8 @@ def test_every_sample_is_one_vote_whatever_the_batches() -> None:
     for batch_size in (1, 7, 20, 50):
         votes = FlowSmoothing(nn.Flatten(), 0.05, batch_size=batch_size).votes(x, 20)
         assert votes.shape == (3, 16) and votes.sum(1).tolist() == [20, 20, 20]
+    late = FlowSmoothing(nn.Flatten(), 0.05, batch_size=7).votes(x, 20, time_limit=1e-9)
+    assert late.sum(1).tolist() == [7, 7, 7]  # what is not drawn in time is a vote for none
 
 
 def test_a_broken_model_has_no_class() -> None:

@@ -252,12 +252,15 @@ def certify(
     """
     x, y = _check(x, y, ball)
     effort = CertifySettings(method, plans, steps, batch_size, time_limit, progress)
+    start = time.monotonic()
     graph = _traced(model, x, effort)
     if graph is None:
         clean = _clean_margin(model, x, y)
         return _result(clean, torch.full_like(clean, -math.inf), effort, "torch", 0.0 * clean)
     batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
     with trust.steady(model, batches):
+        spent = (time.monotonic() - start) / max(1, x.shape[0])
+        effort = replace(effort, time_limit=max(time_limit - spent, 1e-3))
         return _certify(model, graph, x, y, ball, effort)
 
 

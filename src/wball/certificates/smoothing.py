@@ -24,6 +24,7 @@ Over many images about a share ``alpha`` may be wrong.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -156,9 +157,15 @@ class FlowSmoothing:
         self.batch_size = inputs.check_count("batch_size", batch_size)
 
     @torch.no_grad()
-    def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """How often each class wins among noisy copies of each image, ``(B, classes)``; NaN
-        is a vote for none.
+    def votes(
+        self,
+        x: Tensor,
+        samples: int,
+        generator: torch.Generator | None = None,
+        time_limit: float = math.inf,
+    ) -> Tensor:
+        """How often each class wins among noisy copies of each image, ``(B, classes)``. NaN is a
+        vote for none, and so are copies that are not drawn within ``time_limit`` seconds per image.
         """
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
@@ -168,11 +175,17 @@ class FlowSmoothing:
                 return torch.zeros(
                     (0, ask(self.model, x).shape[1]), dtype=torch.long, device=x.device
                 )
-            return torch.stack([self._votes(image[None], samples, generator) for image in x])
+            parts = (self._votes(image[None], samples, generator, time_limit) for image in x)
+            return torch.stack(list(parts))
 
-    def _votes(self, image: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    def _votes(
+        self, image: Tensor, samples: int, generator: torch.Generator | None, time_limit: float
+    ) -> Tensor:
         total: Tensor | None = None
+        end = time.monotonic() + time_limit
         for start in range(0, samples, self.batch_size):
+            if start > 0 and time.monotonic() > end:
+                break
             copies = image.expand(min(self.batch_size, samples - start), -1, -1, -1)
             logits = ask(self.model, flow_noise(copies, self.scale, generator))
             winner = top_class(logits)
@@ -213,14 +226,18 @@ class FlowSmoothing:
         select: int = 100,
         alpha: float = 0.001,
         generator: torch.Generator | None = None,
+        time_limit: float = 60.0,
     ) -> SmoothingResult:
         """Radii within which the smoothed classifier's answer is certified, each with confidence
         ``1 - alpha``.
 
-        ``select`` samples choose the class; ``samples`` fresh ones bound its probability.
+        ``select`` samples choose the class; ``samples`` fresh ones bound its probability. Samples
+        that are not drawn within ``time_limit`` seconds per image count against the class, so that
+        radii are smaller, never wrong.
         """
+        inputs.check_positive("time_limit", time_limit)
         guess = self.votes(x, select, generator).argmax(1)
-        counts = self.votes(x, samples, generator).gather(1, guess[:, None])[:, 0]
+        counts = self.votes(x, samples, generator, time_limit).gather(1, guess[:, None])[:, 0]
         low = _lower(counts, samples, alpha)
         radius = low.new_tensor([laplace_radius(p, self.scale) for p in low.tolist()])
         return SmoothingResult(guess, low <= 0.5, radius, low, alpha, samples)
