@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wball import load_model
 from wball.model import Model
 
 
@@ -348,6 +349,41 @@ class _Pruned(nn.Module):
         return (flat * drawn / kept.clamp(min=1e-3)).view_as(z)
 
 
+def _chosen(scores: Tensor) -> Tensor:
+    """One-hot rows, without a softmax, a maximum or its position."""
+    return (scores[:, :, None] >= scores[:, None, :]).all(2).to(scores)
+
+
+def _with_linear_decoy(net: nn.Module) -> Model:
+    """A saturated softmax, and a linear function whose gradient says nothing."""
+    line = 0.02 * torch.randn(784, 10, generator=torch.Generator().manual_seed(0))
+
+    def model(z: Tensor) -> Tensor:
+        decided = (30 * net(z)).unsqueeze(1).softmax(2).squeeze(1)
+        return 20 * decided + z.flatten(1) @ line.to(z)
+
+    return model
+
+
+def _beside_robust(join: Callable[[nn.Module, nn.Module, Tensor], Tensor]) -> Mask:
+    """The labels of a network, and the gradient of a robust one."""
+
+    def wrap(net: nn.Module) -> Model:
+        robust = load_model("mnist-adversarial-cnn", device=next(net.parameters()).device)
+        return lambda z: join(net, robust, z)
+
+    return Mask(wrap)
+
+
+def _votes(net: nn.Module, robust: nn.Module, z: Tensor) -> Tensor:
+    votes = [_chosen(net(share * z)) for share in (1.0, 0.97, 1.03)]
+    return torch.stack(votes).sum(0) + 0.5 * robust(z).softmax(1)
+
+
+def _weak_where(net: nn.Module, robust: nn.Module, z: Tensor, weak: Tensor) -> Tensor:
+    return torch.where(weak[:, None], net(z), robust(z))
+
+
 class _Whole(nn.Module):
     """Rounding before a network and a saturated softmax behind it."""
 
@@ -524,5 +560,23 @@ MASKS: dict[str, Mask] = {
     ),
     "vote of three nets": Mask(_vote),
     "mean of saturated nets": Mask(_saturated_mean),
+    "linear decoy": Mask(_with_linear_decoy),
+    "labels beside a robust net": _beside_robust(
+        lambda net, robust, z: 30 * F.one_hot(net(z).max(1).indices, 10) + robust(z)
+    ),
+    "choices beside a robust net": _beside_robust(
+        lambda net, robust, z: 30 * _chosen(net(z)) + robust(z)
+    ),
+    "votes beside a robust net": _beside_robust(_votes),
+    "weak on bytes only": _beside_robust(
+        lambda net, robust, z: _weak_where(
+            net, robust, z, ((z * 255).round() / 255 == z).flatten(1).all(1)
+        )
+    ),
+    "weak without faint pixels": _beside_robust(
+        lambda net, robust, z: _weak_where(
+            net, robust, z, ((z > 0) & (z < 0.01)).flatten(1).sum(1) <= 40
+        )
+    ),
     "no negative logits": Mask(lambda net: lambda z: F.relu(net(z)), opened=True),
 }
