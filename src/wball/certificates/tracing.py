@@ -128,24 +128,19 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _same(first: Graph, second: Graph) -> bool:
     """Whether two graphs are the same operations on the same constants."""
-    return len(first.ops) == len(second.ops) and all(
-        type(a) is type(b)
-        and all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
-        for a, b in zip(first.ops, second.ops, strict=True)
+    (ours, form), (theirs, other) = _parts(first), _parts(second)
+    return bool(form == other) and all(map(_equal, ours, theirs))
+
+
+def _parts(graph: Graph) -> Any:
+    return tree_flatten(
+        [[type(op), *(getattr(op, f.name) for f in fields(op) if f.compare)] for op in graph.ops]
     )
 
 
 def _equal(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and bool(
-            ((first == second) | (first.isnan() & second.isnan())).all()
-        )
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(
-            _equal(a, b) for a, b in zip(first, second, strict=True)
-        )
+        return first.shape == second.shape and torch.allclose(first, second, 0, 0, equal_nan=True)
     return type(first) is type(second) and bool(first == second)
 
 
@@ -255,17 +250,14 @@ class _Watcher(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.recorder.watch(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        self.recorder.made(func, args, result)
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(TorchFunctionMode):
     """Turns the calls that one run makes into operations.
 
     A refusal is remembered, so that a model cannot catch it. Operations that run outside a recorded
-    call (scripts, custom operators, other threads) must not touch what depends on the image, and
-    nothing may write into memory that the run did not allocate.
+    call (scripts, custom operators, other threads) must not touch what depends on the image.
     """
 
     def __init__(self, model: nn.Module, x: Tensor, ran: trust.Ran) -> None:
@@ -281,7 +273,6 @@ class Recorder(TorchFunctionMode):
         self.depends: set[int] = set()  # memory of tensors that depend on the image
         self.constants: list[tuple[Tensor, int]] = []  # with the version that was read
         self.inside: int | None = None  # the thread that is in a recorded call
-        self.memory: dict[int, Tensor] = {memory(x): x}  # allocated in this run
         self._append(Input("image", (), tuple(x.shape[1:])), x)
 
     def graph(self, logits: Any) -> Graph:
@@ -344,7 +335,9 @@ class Recorder(TorchFunctionMode):
         reads = any(owner is held for held in self.held.values()) or (
             isinstance(owner, (type, ModuleType)) and owner.__name__.startswith("torch")
         )
-        if event == "c_call" and not trust.is_own(frame):
+        home = str(frame.f_globals.get("__name__")).split(".")[0]
+        opens = called is open and home in trust.LIBRARIES
+        if event == "c_call" and not opens and not trust.is_own(frame):
             return
         if reads and (event == "c_exception" or called.__name__ in READERS):
             raise self.refuse(
@@ -363,23 +356,6 @@ class Recorder(TorchFunctionMode):
                     "script, a custom operator, another thread): no bound follows it"
                 )
             )
-        for place, argument in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and any(memory(t) not in self.memory for t in _tensors(given)):
-                raise self.refuse(
-                    UnsupportedModule(
-                        f"{self.title(func)} changes the model's own buffers or attributes: its "
-                        "next answer may differ from the one that is certified"
-                    )
-                )
-
-    def made(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Remember memory that an operation allocated."""
-        known = {memory(t) for t in _tensors(args)}
-        for tensor in _tensors(result):
-            if memory(tensor) not in known or func is torch.ops.aten.lift_fresh.default:
-                self.memory[memory(tensor)] = tensor
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.refusal is not None:

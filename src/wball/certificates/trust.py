@@ -7,6 +7,7 @@ to the rounding of the model's own precision.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import hashlib
 import math
@@ -15,7 +16,14 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from traceback import walk_stack
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -77,9 +85,11 @@ COMPUTING = LIBRARIES | {
 }  # fmt: skip
 """Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
 
-READING = frozenset(
-    {"open", "id", "globals", "locals", "eval", "exec", "compile", "__subclasses__", "fromfile"}
-)
+READING = {
+    *("open", "id", "globals", "locals", "eval", "exec", "compile", "__subclasses__", "fromfile"),
+    *("get_num_threads", "__globals__", "__code__", "__closure__", "gi_frame", "tb_frame"),
+}
+"""Functions and attributes that reach what their arguments do not show."""
 DYNAMIC = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__"})
 """Names of code that may read any attribute of an object."""
 
@@ -99,7 +109,7 @@ def computes(called: Any) -> bool:
 
 def hidden(value: Any) -> UnsupportedModule:
     """The refusal of an object or a function that may keep or read state."""
-    name = getattr(value, "__qualname__", type(value).__qualname__)
+    name = getattr(value, "__qualname__", value if isinstance(value, str) else type(value).__name__)
     return UnsupportedModule(
         f"the model's code uses {name!r}, which may keep or read state that cannot be checked: its "
         "next answer may differ from the one that is certified; remove it from the forward pass"
@@ -143,7 +153,14 @@ class _Digest(pickle.Pickler):
         for code, (known, lines) in ran.items():
             self._read(code, known, lines)
         self.every = not self.names.isdisjoint(DYNAMIC)
-        self.dump((model, self.reads, torch.get_rng_state()))
+        for name in self.names & READING:
+            raise hidden(name)
+        try:
+            self.dump((model, self.reads, torch.get_rng_state()))
+        except UnsupportedModule:
+            raise
+        except Exception:  # noqa: BLE001 - of an object that cannot be looked into
+            raise hidden(model) from None
 
     def _read(self, code: CodeType, known: dict[str, Any], lines: set[int]) -> None:
         """Collect the names on lines of code, and the globals and modules that they read."""
@@ -158,7 +175,7 @@ class _Digest(pickle.Pickler):
             self.names.add(name)
             read = None
             if "GLOBAL" in how:
-                read = known.get(name)
+                read = known.get(name, vars(builtins).get(name))
             elif how == "IMPORT_NAME":
                 read = sys.modules.get(name)
             elif module is not None:
@@ -173,7 +190,10 @@ class _Digest(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         """Tensors enter by their numbers, functions and classes by what they hold."""
         if isinstance(value, Tensor):
-            return str(value.dtype), _bytes(value), self._named(vars(value))
+            grad = value.grad if "grad" in self.names and value.is_leaf else None
+            return str(value.dtype), _bytes(value), grad, self._named(vars(value))
+        if isinstance(value, GetSetDescriptorType):
+            return value.__qualname__
         if isinstance(value, (staticmethod, classmethod, property)):
             return [value.fget] if isinstance(value, property) else [value.__func__]
         if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
@@ -206,13 +226,13 @@ class _Digest(pickle.Pickler):
         try:
             found = value.__reduce_ex__(4)
         except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
-            found = ""
-        if not isinstance(found, str):
-            inside = found[2] if len(found) > 2 and not held else self._named(held)
-            return str, (kind, found[1]), inside, *found[3:5]
-        if not _is_library(kind) and not _is_library(value):
-            raise hidden(value)
-        return str, (found,), held
+            raise hidden(value) from None
+        if isinstance(found, str):  # a name
+            if kind.__module__.split(".")[0] not in LIBRARIES:
+                raise hidden(value)
+            return str, (found,), self._named(held)
+        inside = found[2] if len(found) > 2 and not held else self._named(held)
+        return str, (kind, found[1]), inside, *found[3:5]
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -17,17 +17,7 @@ from torch import Tensor
 State = dict[tuple[str, int], Tensor]
 """By kind and operation, one row a node: ``alpha`` (lower slopes), ``share`` (of the anchored upper
 bound), ``beta`` (multipliers of the splits) and ``sign`` (1 and -1 where a unit's sign is known,
-else 0); ``("box", 0)`` prices the box. Any values in range are sound, so they are kept in half
-precision between two visits."""
-
-KEPT = {
-    "alpha": torch.float16,
-    "share": torch.float16,
-    "beta": torch.float32,
-    "sign": torch.int8,
-    "box": torch.float32,
-}
-
+else 0); ``("box", 0)`` prices the box. Any values in range are sound."""
 
 MOST = 1024
 """Parts kept for one class of one image: larger trees leave nothing behind."""
@@ -51,20 +41,6 @@ class Nodes:
             self.problem[index],
             self.bound[index],
             {key: value[index] for key, value in self.state.items()},
-        )
-
-    def kept(self) -> Nodes:
-        """The same nodes as they are stored."""
-        return Nodes(
-            self.problem,
-            self.bound,
-            {key: value.to(KEPT[key[0]]) for key, value in self.state.items()},
-        )
-
-    def working(self) -> Nodes:
-        """The same nodes as they are computed with."""
-        return Nodes(
-            self.problem, self.bound, {key: value.float() for key, value in self.state.items()}
         )
 
     def plus(self, other: Nodes) -> Nodes:
@@ -149,7 +125,7 @@ class Closed:
             [self.count[k] <= MOST for k in problem.tolist()], device=problem.device
         ).nonzero()[:, 0]
         if keep.numel():
-            some = Nodes(problem, nodes.bound, nodes.kept().state).take(keep)
+            some = Nodes(problem, nodes.bound, nodes.state).take(keep)
             self.parts.append(
                 Nodes(
                     some.problem.cpu(),
@@ -192,7 +168,9 @@ def leaf_of(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
             continue
         sign, beta = (nodes.state[kind, position][n].flatten() for kind in ("sign", "beta"))
         unit = sign.nonzero()[:, 0]
-        splits += [(number, u, s) for u, s in zip(unit.tolist(), sign[unit].tolist(), strict=True)]
+        splits += [
+            (number, u, s) for u, s in zip(unit.tolist(), sign[unit].int().tolist(), strict=True)
+        ]
         prices += beta[unit].tolist()
         slopes[number] = nodes.state["alpha", position][n].flatten().clone().cpu()
         shares[number] = nodes.state["share", position][n].flatten().clone().cpu()

@@ -409,19 +409,19 @@ class Search:
             len(problems), dtype=torch.bool, device=self.x.device
         )  # cannot be decided by splits
         floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
-        nodes, limited = nodes.kept(), splits < math.inf
+        limited = splits < math.inf
         waiting = nodes.take(nodes.problem[:0])
         images = self.image[problems.index[nodes.problem.unique()]].unique()
         image = self.image[problems.index].unique(return_inverse=True)[1]
         self.deadline = min(self.deadline, time.monotonic() + self._left(images))
         while len(nodes) and splits > 0 and not self._late():
             pick, rest = _turn(nodes, batch, image, self.capacity)
-            now, nodes = nodes.take(pick).working(), nodes.take(rest)
+            now, nodes = nodes.take(pick), nodes.take(rest)
             splits -= len(now)
             position, unit, possible, z = choose_splits(problems, now)
             linear = now.take((~possible).nonzero()[:, 0])
             if limited:
-                waiting = waiting.plus(linear.kept())
+                waiting = waiting.plus(linear)
             else:
                 self._exhaust(problems, linear, dead, floor)
             keep = possible.nonzero()[:, 0]
@@ -431,7 +431,7 @@ class Search:
             self._candidates(problems, now.problem, z)
             self._close(problems, children)
             children = children.take((children.bound <= 0).nonzero()[:, 0])
-            nodes = nodes.plus(children.kept())
+            nodes = nodes.plus(children)
             over = dead | self.answer.broken[self.image[problems.index]]
             nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
             self._spent(self.image[problems.index[now.problem]])
@@ -456,7 +456,7 @@ class Search:
         for start in range(0, len(nodes), batch):
             now = nodes.take(every[start : start + batch])
             if not self._late():
-                now = improve(problems, now.working(), NODE_STEPS, 0.2).kept()
+                now = improve(problems, now, NODE_STEPS, 0.2)
                 self._close(problems, now)
                 self._spent(self.image[problems.index[now.problem]])
             found = found.plus(now.take((now.bound <= 0).nonzero()[:, 0]))
