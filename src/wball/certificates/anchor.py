@@ -272,47 +272,27 @@ class ImageConvolution:
 
 
 def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
-    """What activation ``position`` reads, if that is a convolution of the image (up to
-    scaling of channels).
+    """What activation ``position`` reads, if that is a convolution of the image without groups or
+    dilation (up to scaling of channels).
     """
-    before, after = None, None
+    scale: Tensor | float = 1.0
     convolution: Conv2d | None = None
     place = graph.ops[position].inputs[0]
     while not isinstance(graph.ops[place], Input):
         op = graph.ops[place]
         if isinstance(op, Diagonal) and op.scale.shape[2:] == (1, 1):
-            scale = op.scale.to(torch.float64).flatten()
-            if convolution is None:
-                after = scale if after is None else after * scale
-            else:
-                before = scale if before is None else before * scale
-        elif isinstance(op, Conv2d) and convolution is None:
+            channels = op.scale.to(torch.float64)
+            scale = scale * (channels.transpose(0, 1) if convolution is None else channels)
+        elif isinstance(op, Conv2d) and (convolution, op.groups, op.dilation) == (None, 1, (1, 1)):
             convolution = op
         else:
             return None
         place = op.inputs[0]
     if convolution is None or len(graph.ops[place].shape) != 3:
         return None
-    kernel = _ungrouped(convolution)
-    if after is not None:
-        kernel = kernel * after.view(-1, 1, 1, 1)
-    if before is not None:
-        kernel = kernel * before.view(1, -1, 1, 1)
+    kernel = convolution.weight.detach().to(torch.float64) * scale
     image, layer = graph.ops[place].shape, graph.ops[position].shape
     return ImageConvolution(kernel, convolution.stride, convolution.padding, image, layer)
-
-
-def _ungrouped(op: Conv2d) -> Tensor:
-    """The kernel in float64 without groups or dilation: zeros where they skip."""
-    weight = op.weight.detach().to(torch.float64)
-    units, each, height, width = weight.shape
-    tall, broad = op.dilation[0] * (height - 1) + 1, op.dilation[1] * (width - 1) + 1
-    out = weight.new_zeros((units, each * op.groups, tall, broad))
-    per = units // op.groups
-    for g in range(op.groups):
-        mine = slice(g * per, (g + 1) * per)
-        out[mine, g * each : (g + 1) * each, :: op.dilation[0], :: op.dilation[1]] = weight[mine]
-    return out
 
 
 @dataclass(frozen=True)
