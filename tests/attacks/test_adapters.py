@@ -50,7 +50,7 @@ def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     assert wide.dtype == np.float64
     assert audit(ATTACK.ball, images.double(), torch.from_numpy(wide)).all_valid
     # through class gradients, as for estimators of other frameworks
-    logits = adapter._ByClassGradient(classifier)
+    logits = adapter._by_class_gradient(classifier)
     slow = ATTACK(logits, images[:3], labels[:3])
     np.testing.assert_allclose(slow.images.numpy(), found[:3], atol=1e-3)
     # targeted, and without labels

@@ -314,10 +314,10 @@ class Smoothed:
 
         with torch.no_grad():
             scores = ask(self.model, x)
-        return _Pulled.apply(x, scores, pull)
+        return Pulled.apply(x, scores, pull)
 
 
-class _Pulled(torch.autograd.Function):
+class Pulled(torch.autograd.Function):
     """Scores whose gradient ``pull`` maps to that of the image ``x``."""
 
     @staticmethod

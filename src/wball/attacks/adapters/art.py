@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
+from wball.attacks.stand_ins import Pulled
+from wball.model import Model
 
 Array = NDArray[Any]
 
@@ -73,12 +75,12 @@ class ArtAttack(EvasionAttack):
         return self.result.images.cpu().numpy().astype(x.dtype)
 
 
-def _differentiable(estimator: Any) -> nn.Module:
+def _differentiable(estimator: Any) -> Model:
     if isinstance(estimator, PyTorchClassifier):
         operations = list(estimator.preprocessing_operations)
         if all(isinstance(operation, PreprocessorPyTorch) for operation in operations):
             return _PyTorch(estimator.model, operations)
-    return _ByClassGradient(estimator)
+    return _by_class_gradient(estimator)
 
 
 class _PyTorch(nn.Module):
@@ -96,38 +98,18 @@ class _PyTorch(nn.Module):
         return logits[-1] if isinstance(logits, (list, tuple)) else logits
 
 
-class _ByClassGradient(nn.Module):
+def _by_class_gradient(estimator: Any) -> Model:
     """An estimator of another framework, with ``sum_k v_k * class_gradient_k`` for its backward
     pass."""
 
-    def __init__(self, estimator: Any) -> None:
-        super().__init__()
-        self.estimator = estimator
+    def predict(x: Tensor) -> Tensor:
+        images = x.detach().cpu().numpy().astype(ART_NUMPY_DTYPE)  # as ART's own attacks do
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _Predict.apply(x, self.estimator)
+        def pull(gradient: Tensor) -> Tensor:
+            with torch.enable_grad():  # the estimator may differentiate by PyTorch itself
+                by_class = torch.as_tensor(np.asarray(estimator.class_gradient(images))).to(x)
+            return (gradient.view(*gradient.shape, *[1] * (x.ndim - 1)) * by_class).sum(1)
 
+        return Pulled.apply(x, torch.as_tensor(np.asarray(estimator.predict(images))).to(x), pull)
 
-def _array(x: Tensor) -> Array:
-    """Images as ART's own attacks hand them to estimators."""
-    return x.detach().cpu().numpy().astype(ART_NUMPY_DTYPE)
-
-
-class _Predict(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, estimator: Any) -> Tensor:
-        ctx.estimator = estimator
-        ctx.save_for_backward(x)
-        return torch.as_tensor(np.asarray(estimator.predict(_array(x))), device=x.device).to(
-            x.dtype
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():  # the estimator may differentiate by PyTorch itself
-            by_class = torch.as_tensor(
-                np.asarray(ctx.estimator.class_gradient(_array(x))), device=x.device
-            )
-        weights = grads[0].view(*grads[0].shape, *[1] * (x.ndim - 1))
-        return (weights * by_class.to(x.dtype)).sum(1), None
+    return predict
