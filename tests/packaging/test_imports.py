@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+import torch
 
 import wball
 
@@ -123,3 +125,32 @@ def test_a_class_name_has_one_meaning() -> None:
     files = (ROOT / "src").rglob("*.py")
     names = [name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.M)]
     assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
+
+
+PRIVATE = {
+    "torch._C._cuda_endAllocateToPool": "a recording that failed gives its memory back",
+    "torch._C._cuda_releasePool": "a recording that failed gives its memory back",
+    "torch._C._disabled_torch_function_impl": "tracing computes with its own tensors",
+    "torch._C._nn": "certificates know functions without Python code by their names",
+    "torch._dynamo.OptimizedModule": "certificates open compiled models",
+    "torch._foreach_copy_": "averages of weights take few launches",
+    "torch._foreach_lerp_": "averages of weights take few launches",
+    "torch.utils._python_dispatch.TorchDispatchMode": "tracing sees every operation",
+    "torch.utils._python_dispatch._disable_current_modes": "tracing calls torch unseen",
+    "torch.utils._pytree.tree_flatten": "tracing finds tensors in arguments",
+    "torch.utils._pytree.tree_map": "tracing finds tensors in arguments",
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_parts_of_torch_are_where_they_were(name: str) -> None:
+    if "cuda" in name and torch.version.cuda is None:
+        pytest.skip("torch without CUDA")
+    place, _, attribute = name.rpartition(".")
+    assert hasattr(resolve_name(place), attribute), PRIVATE[name]
+
+
+def test_no_other_private_parts_of_torch_are_used() -> None:
+    code = "\n".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    used = set(re.findall(r"\btorch(?:\.\w+)*\._[a-zA-Z]\w*", code))
+    assert all(any(name.startswith(part) for name in PRIVATE) for part in used), used

@@ -193,7 +193,7 @@ def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
     bounds = LinfBounds(model, like)
     for name, module in model.named_modules():
         # The trace would keep the statistics of the untrained network.
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if getattr(module, "running_mean", None) is not None:
             raise UnsupportedModule(
                 f"provable training has no bound for {name!r} ({type(module).__name__}), whose "
                 "statistics change; use a network without batch normalisation, such as mnist-cnn or "
