@@ -46,6 +46,9 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
     pool = torch.cuda.graph_pool_handle()
     if generator.device.type == "cuda":
         graph.register_generator_state(generator)
+    free, total = torch.cuda.mem_get_info(device)
+    if free < total // 2:  # a recording cannot take over the memory that earlier work keeps
+        torch.cuda.empty_cache()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
