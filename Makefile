@@ -1,7 +1,7 @@
 # `make demo` and `make test` set themselves up: packages are installed into .venv once, the demo needs only a few.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= dev,report,art,foolbox,onnx
+EXTRAS ?= dev,report,art,foolbox,onnx,onnxruntime
 JOBS   ?= 2
 
 BIN    := $(VENV)/bin

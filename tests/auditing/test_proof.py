@@ -104,7 +104,7 @@ def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch)
         wball.FrankWolfe(BALLS["one way"], steps=4),
         wball.FrankWolfe(BALLS["narrow box"], steps=4),
         wball.PGD(BALLS["grid"], steps=3),
-        wball.PGD(BALLS["matrix"], steps=3),
+        wball.PGD(BALLS["matrix"], steps=3, step="l2"),
     ],
     ids=lambda attack: f"{type(attack).__name__} {attack.ball.cost}",
 )

@@ -20,7 +20,7 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-from wball.attacks.adapters.onnx import OnnxModel, load  # noqa: E402
+from wball.attacks.adapters.onnx import ForwardOnly, OnnxModel, load  # noqa: E402
 
 
 class Assorted(nn.Module):
@@ -249,6 +249,24 @@ def resize() -> Any:
     return classifier(nodes, ["n", 1, 8, 8], weights)
 
 
+def test_onnx_runtime_serves_the_rest_without_gradients(images: Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    proto = resize()
+    onnx.save(proto, tmp_path / "r.onnx")
+    with pytest.warns(UserWarning, match="Resize is not known here.*without gradients"):
+        model = load(tmp_path / "r.onnx")
+    assert isinstance(model, ForwardOnly)
+    (expected,) = ReferenceEvaluator(proto).run(None, {"x": images.numpy()})
+    found = model(images)
+    torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=1e-4)
+    assert not model(images.clone().requires_grad_()).requires_grad
+    attack = wball.ScoreSearch(WassersteinBall(0.5), queries=300)
+    result = attack(model, images, found.argmax(1))
+    assert bool(result.success.any()) and wball.audit(attack.ball, images, result.images).all_valid
+    with pytest.raises(ValueError, match="Resize is not known here"):
+        load(tmp_path / "r.onnx", engine="torch")
+
+
 def test_errors_name_what_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Resize.*onnxruntime"):
         OnnxModel(resize())
@@ -263,6 +281,8 @@ def test_errors_name_what_is_not_known(tmp_path: Path) -> None:
         load(tmp_path / "half.onnx")
     with pytest.raises(FileNotFoundError, match="no ONNX file"):
         load(tmp_path / "none.onnx")
+    with pytest.raises(ValueError, match="engine must be one of auto"):
+        load(tmp_path / "none.onnx", engine="tensorrt")  # type: ignore[arg-type]
 
 
 def test_an_output_without_a_shape_is_no_fault(images: Tensor, tmp_path: Path) -> None:
@@ -272,3 +292,7 @@ def test_an_output_without_a_shape_is_no_fault(images: Tensor, tmp_path: Path) -
     proto.graph.output[0].type.tensor_type.ClearField("shape")
     onnx.save(proto, tmp_path / "open.onnx")
     torch.testing.assert_close(load(tmp_path / "open.onnx")(images), net(images))
+    pytest.importorskip("onnxruntime")
+    torch.testing.assert_close(
+        load(tmp_path / "open.onnx", engine="onnxruntime")(images), net(images)
+    )

@@ -8,11 +8,12 @@
 The graph runs node by node on PyTorch functions, so that attacks and training can differentiate
 through it, certificates can follow it, and it runs on any device. ``OPERATORS`` lists the supported
 operators, each tested against the node tests of the ONNX project. An error names what is not
-supported. Weights become parameters of the module. Needs ``pip install wball[onnx]``.
+supported; where ONNX Runtime is installed, such a graph runs there, without gradients. Weights
+become parameters of the module. Needs ``pip install wball[onnx]``.
 """
 
 from wball.attacks.adapters.onnx.graph import OnnxGraph
-from wball.attacks.adapters.onnx.model import OnnxModel, load
+from wball.attacks.adapters.onnx.model import ForwardOnly, OnnxModel, load
 from wball.attacks.adapters.onnx.table import OPERATORS
 
-__all__ = ["OPERATORS", "OnnxGraph", "OnnxModel", "load"]
+__all__ = ["OPERATORS", "ForwardOnly", "OnnxGraph", "OnnxModel", "load"]

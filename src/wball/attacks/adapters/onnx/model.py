@@ -1,15 +1,19 @@
 """ONNX files as classifiers: images ``(B, C, H, W)`` in, logits out.
 
 Exporters write graphs that differ at both ends: some take images as ``(B, H, W, C)``, some one
-image at a time, some end in a softmax or have outputs beside the logits.
+image at a time, some end in a softmax or have outputs beside the logits. In between the graph is
+run by :class:`OnnxModel` (PyTorch, with gradients) or by :class:`ForwardOnly` (ONNX Runtime,
+without).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import onnx
 import onnx.inliner
@@ -22,6 +26,7 @@ from wball.attacks.adapters.onnx.table import TYPES
 from wball.inputs import check_choice
 
 Layout = Literal["NCHW", "NHWC"]
+Engine = Literal["auto", "torch", "onnxruntime"]
 
 OLDEST, NEWEST = 13, 28
 """Supported operator sets. Older files are converted to the oldest; newer ones have not been
@@ -36,13 +41,18 @@ LOGITS = ("logits", "output", "scores", "probabilities", "probs")
 def load(
     path: str | os.PathLike[str],
     *,
+    engine: Engine = "auto",
     layout: Layout | None = None,
     output: str | None = None,
-) -> OnnxModel:
+) -> OnnxModel | ForwardOnly:
     """The classifier in an ONNX file, in evaluation mode.
 
     Args:
         path: the file.
+        engine: ``"torch"`` runs the graph with PyTorch, with gradients. ``"onnxruntime"`` runs it
+            without (black-box attacks only), with every operator that ONNX Runtime has. ``"auto"``
+            takes the first; if the graph has unsupported operators and ONNX Runtime is installed,
+            it warns and takes the second.
         layout: axes of the graph's input; ``None`` infers them from its shape.
         output: name of the output with the logits, if there are several.
 
@@ -50,6 +60,7 @@ def load(
 
     Raises ``ValueError`` that names what in the file is not supported.
     """
+    check_choice("engine", engine, ("auto", "torch", "onnxruntime"))
     path = os.fspath(path)
     try:
         proto = onnx.load(path)
@@ -60,7 +71,20 @@ def load(
         raise ValueError(
             f"{path} is not a complete ONNX file ({first}): export or download it again"
         ) from error
-    return OnnxModel(proto, layout=layout, output=output).eval()
+    if engine != "onnxruntime":
+        try:
+            return OnnxModel(proto, layout=layout, output=output).eval()
+        except NotKnown as error:
+            if engine == "torch" or find_spec("onnxruntime") is None:
+                raise
+            warnings.warn(
+                f"{error}: the model runs in ONNX Runtime, without gradients", stacklevel=2
+            )
+    return ForwardOnly(proto, layout=layout, output=output).eval()
+
+
+class NotKnown(ValueError):
+    """The graph has something that is not supported with PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -143,32 +167,14 @@ def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
     return str(chosen[0])
 
 
-class OnnxModel(nn.Module):
-    """An ONNX graph as a differentiable module. Use :func:`load`."""
+class _Classifier(nn.Module):
+    """What both engines share: images as the graph takes them, and as many at a time."""
 
-    def __init__(
-        self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
-    ) -> None:
-        super().__init__()
-        self.ends = find_ends(proto.graph, layout, output)
-        opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
-        try:
-            if opset > NEWEST:
-                raise ValueError(
-                    f"operator set {opset} is newer than those known here, to {NEWEST}"
-                )
-            if proto.functions:
-                proto = onnx.inliner.inline_local_functions(proto)
-            if opset < OLDEST:
-                proto, opset = onnx.version_converter.convert_version(proto, OLDEST), OLDEST
-            self.graph = OnnxGraph(proto.graph, opset, [self.ends.output])
-        except (ValueError, RuntimeError, onnx.version_converter.ConvertError) as error:
-            raise ValueError(
-                f"{error}; export with constant folding, or attack a function that calls "
-                "onnxruntime, without gradients"
-            ) from error
-        self._leave_out_softmax()
-        self._free_batch()
+    ends: Ends
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The output for images as the graph takes them."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
@@ -193,8 +199,35 @@ class OnnxModel(nn.Module):
         # Convolutional heads answer (B, K, 1, 1).
         return found.flatten(1) if found.ndim > 2 and found[0].numel() == found.shape[1] else found
 
+
+class OnnxModel(_Classifier):
+    """An ONNX graph as a differentiable module. Use :func:`load`."""
+
+    def __init__(
+        self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
+    ) -> None:
+        super().__init__()
+        self.ends = find_ends(proto.graph, layout, output)
+        opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
+        try:
+            if opset > NEWEST:
+                raise ValueError(
+                    f"operator set {opset} is newer than those known here, to {NEWEST}"
+                )
+            if proto.functions:
+                proto = onnx.inliner.inline_local_functions(proto)
+            if opset < OLDEST:
+                proto, opset = onnx.version_converter.convert_version(proto, OLDEST), OLDEST
+            self.graph = OnnxGraph(proto.graph, opset, [self.ends.output])
+        except (ValueError, RuntimeError, onnx.version_converter.ConvertError) as error:
+            raise NotKnown(
+                f"{error}; export with constant folding, or install onnxruntime (pip install wball[onnxruntime]) for "
+                "attacks without gradients"
+            ) from error
+        self._leave_out_softmax()
+        self._free_batch()
+
     def _run(self, x: Tensor) -> Tensor:
-        """The output for images as the graph takes them."""
         return self.graph({self.ends.input: x})[0]
 
     def _leave_out_softmax(self) -> None:
@@ -241,3 +274,39 @@ class OnnxModel(nn.Module):
             same = False
         if not same:
             self.ends, self.graph.constants = ends, fixed
+
+
+class ForwardOnly(_Classifier):
+    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box
+    attacks serve."""
+
+    fingerprint: Tensor
+
+    def __init__(
+        self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
+    ) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ImportError(
+                "this engine needs ONNX Runtime: pip install wball[onnxruntime]"
+            ) from error
+        self.ends = find_ends(proto.graph, layout, output)
+        content = proto.SerializeToString()
+        self.register_buffer(
+            "fingerprint", torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8)
+        )
+        try:
+            self._session: Any = onnxruntime.InferenceSession(
+                content, providers=onnxruntime.get_available_providers()
+            )
+        except Exception as error:  # it has a class of its own for each kind of failure
+            raise ValueError(
+                f"ONNX Runtime cannot run the model: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _run(self, x: Tensor) -> Tensor:
+        array = x.detach().cpu().contiguous().numpy()
+        (found,) = self._session.run([self.ends.output], {self.ends.input: array})
+        return torch.from_numpy(found).to(x.device)
