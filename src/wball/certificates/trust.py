@@ -16,14 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from traceback import walk_stack
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    GetSetDescriptorType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -80,16 +73,15 @@ LIBRARIES = frozenset(
 )
 """Packages whose own code is not watched, with what PyTorch itself calls."""
 
-COMPUTING = LIBRARIES | {
-    "builtins", "math", "_operator", "itertools", "_functools", "_warnings", "collections",
-}  # fmt: skip
+COMPUTING = LIBRARIES | {"builtins", "math", "itertools", "collections", "functools", "re"}
+COMPUTING |= {"_operator", "_functools", "_collections", "_abc", "_warnings"}
 """Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
 
-READING = {
-    *("open", "id", "globals", "locals", "eval", "exec", "compile", "__subclasses__", "fromfile"),
-    *("get_num_threads", "__globals__", "__code__", "__closure__", "gi_frame", "tb_frame"),
-}
-"""Functions and attributes that reach what their arguments do not show."""
+READING = {"open", "id", "globals", "locals", "eval", "exec", "compile", "fromfile"}
+READING |= {"__subclasses__", "get_num_threads"}
+INTERNAL = {"__globals__", "__code__", "__closure__", "gi_frame", "tb_frame"}
+"""Attributes that lead to variables of other code."""
+
 DYNAMIC = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__"})
 """Names of code that may read any attribute of an object."""
 
@@ -136,10 +128,9 @@ def _module(name: str, packages: Set[str]) -> dict[str, Any]:
     return vars(sys.modules[name]) if known else {}
 
 
-def _is_library(value: Any) -> bool:
-    """Whether a class or function is the one that a library has under its name."""
-    home = _module(str(getattr(value, "__module__", None)), LIBRARIES)
-    return home.get(getattr(value, "__name__", "")) is value
+def _is_library(kind: type) -> bool:
+    """Whether a class is the one that a library has under its name."""
+    return _module(kind.__module__, LIBRARIES | {"builtins"}).get(kind.__name__) is kind
 
 
 class _Digest(pickle.Pickler):
@@ -153,7 +144,7 @@ class _Digest(pickle.Pickler):
         for code, (known, lines) in ran.items():
             self._read(code, known, lines)
         self.every = not self.names.isdisjoint(DYNAMIC)
-        for name in self.names & READING:
+        for name in self.names & INTERNAL:
             raise hidden(name)
         try:
             self.dump((model, self.reads, torch.get_rng_state()))
@@ -192,8 +183,6 @@ class _Digest(pickle.Pickler):
         if isinstance(value, Tensor):
             grad = value.grad if "grad" in self.names and value.is_leaf else None
             return str(value.dtype), _bytes(value), grad, self._named(vars(value))
-        if isinstance(value, GetSetDescriptorType):
-            return value.__qualname__
         if isinstance(value, (staticmethod, classmethod, property)):
             return [value.fget] if isinstance(value, property) else [value.__func__]
         if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
@@ -207,21 +196,23 @@ class _Digest(pickle.Pickler):
                 raise hidden(value)
             return name, None if isinstance(value.__self__, ModuleType) else value.__self__
         if not isinstance(value, FunctionType):
-            held = {k: part for k, part in vars(value).items() if k in self.names}
+            names = self.names - {"__dict__"}
+            held = {k: part for k, part in vars(value).items() if k in names}
             return name, getattr(value, "__bases__", ()), held
         if value.__code__ not in self.ran:
             return name
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return name, cells, value.__defaults__, value.__kwdefaults__, vars(value)
 
-    def _named(self, held: dict[str, Any]) -> dict[str, Any]:
-        """The attributes of an object that the executed code may have read."""
-        return {name: part for name, part in held.items() if self.every or name in self.names}
+    def _named(self, held: dict[str, Any], more: Set[str] = frozenset()) -> dict[str, Any]:
+        """The attributes of an object that the executed code may have read, and ``more``."""
+        names = held.keys() if self.every else self.names | more
+        return {name: part for name, part in held.items() if name in names}
 
     def reducer_override(self, value: Any) -> Any:
         kind, held = type(value), getattr(value, "__dict__", {})
         if isinstance(value, nn.Module):  # another thread may change the mode
-            own = held if _is_library(kind) else self._named(held) | {k: held[k] for k in MODULE}
+            own = held if _is_library(kind) else self._named(held, MODULE)
             return str, (kind,), {name: part for name, part in own.items() if name != "training"}
         try:
             found = value.__reduce_ex__(4)
