@@ -1,6 +1,7 @@
 """Attacks: search the ball for an image that the model gets wrong."""
 
 from wball.attacks.attack import Attack, AttackResult, AttackStatus
+from wball.attacks.base import GradientAttack
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.frank_wolfe import FrankWolfe
@@ -17,6 +18,7 @@ __all__ = [
     "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
+    "GradientAttack",
     "GrowingRadius",
     "MinimalRadius",
     "PGD",

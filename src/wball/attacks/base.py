@@ -545,12 +545,22 @@ class _Loop:
         self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
     ) -> None:
         self.attack, self.batch, self.generator = attack, batch, generator
-        self.state = attack.init(batch, generator)
+        self.state = self._checked(attack.init(batch, generator))
         self.gradient = attack.gradient(batch, self.state, generator)
+
+    def _checked(self, state: State) -> State:
+        """Raise if a subclass returns something else than a state with one image each."""
+        seen = getattr(getattr(state, "z", None), "shape", type(state).__name__)
+        if seen != self.batch.x.shape:
+            raise TypeError(
+                f"init and advance of {type(self.attack).__name__} must return a State with images "
+                f"z of shape {tuple(self.batch.x.shape)}, got {seen}"
+            )
+        return state
 
     def step(self) -> None:
         """To the next candidates and their gradient."""
-        self.state = self.attack.advance(self.state, self.gradient)
+        self.state = self._checked(self.attack.advance(self.state, self.gradient))
         self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 

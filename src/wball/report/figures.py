@@ -21,7 +21,6 @@ from wball.storage.files import write_whole
 from wball.storage.names import file_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 3.4
@@ -46,7 +45,8 @@ STYLE: dict[str, Any] = {
 def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
     """Accuracy against eps, one line per evaluation; certified accuracy dotted in the same
     colour."""
-    figure, axes = _one_axes(evaluations)
+    figure = new_figure((WIDTH, 0.72 * WIDTH))
+    axes = figure.subplots()
     for k, e in enumerate(evaluations):
         points = e.curve()
         style: dict[str, Any] = {
@@ -75,8 +75,6 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
 def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     """Originals, perturbations on one scale, and adversarial images, from small to large
     distances."""
-    if not evaluation.examples or len(evaluation.examples["index"]) == 0:
-        raise ValueError(f"{evaluation.name} has no adversarial examples to show")
     index = evaluation.examples["index"]
     order = evaluation.images["distance"][index].argsort()
     chosen = order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()]
@@ -148,17 +146,6 @@ def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
         figure.savefig(content, format=kind, metadata=stamp, bbox_inches="tight", dpi=dpi)
     write_whole(path, content.getvalue())
     return path
-
-
-def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
-    units = {e.unit for e in evaluations}
-    if len(units) != 1:
-        raise ValueError(
-            f"evaluations must share a unit of radii, got {', '.join(sorted(units)) or 'none'}"
-        )
-    with style():
-        figure = new_figure((WIDTH, 0.72 * WIDTH))
-        return figure, figure.subplots()
 
 
 def _cut(name: str) -> str:
