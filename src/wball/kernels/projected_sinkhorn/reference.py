@@ -29,8 +29,7 @@ def log_omega(y: Tensor) -> Tensor:
     0.0
     """
     y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
-    low = y.clamp(max=1)
-    v = torch.where(y < 1, low - torch.exp(low).clamp(max=0.5), torch.log(y.clamp(min=1)))
+    v = torch.where(y < 1, y, torch.log(y.clamp(min=1)))  # above the solution, or at it
     for _ in range(6):
         o = torch.exp(v)
         v = v - (o + v - y) / (1 + o)
