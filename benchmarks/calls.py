@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks.released import released_projection
 
 STEP = 0.1
 """Root mean square of what is added to an image before it is projected."""
+SOURCES = mnist, cifar10
 RELEASED_ITERATIONS = 50
 """The default of the released projection."""
 
@@ -142,7 +144,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of an attack")
     parser.add_argument("--proofs", type=int, default=300, help="digits to certify")
     parser.add_argument("--model", default="levine2020-mnist-flow-0.01", help="network to certify")
-    parser.add_argument("--only", default="", help="calls whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="calls whose name contains this, or balls, attacks, certificates"
+    )
     parser.add_argument("--against", type=Path, help="src folder of another version")
     words = list(arguments or ())
     given = parser.parse_args(words)
@@ -154,14 +158,15 @@ def main(arguments: list[str] | None = None) -> None:
     attacked = wball.load_model("mnist-standard").to(device).eval()
     proved = wball.load_model(given.model, root=given.models).to(device).eval()
     sizes, few = [n for n in given.digits if n <= len(x)], given.proofs
-    for call in (
-        *balls(mnist(folder, device), given.images, given.seed),
-        *balls(cifar10(folder, device), given.images, given.seed),
-        *attacks(x, y, attacked, sizes, given.steps),
-        *certificates(x[:few], y[:few], proved),
-    ):
-        if given.only in call.name and not result.has(call=call.name):
-            result.add(row(call, device, given.seconds))
+    groups = {
+        "balls": (balls(images(folder, device), given.images, given.seed) for images in SOURCES),
+        "attacks": (attacks(x, y, attacked, sizes, given.steps),),
+        "certificates": (certificates(x[:few], y[:few], proved),),
+    }
+    for group, parts in groups.items():
+        for call in chain.from_iterable(parts):
+            if given.only in f"{group}: {call.name}" and not result.has(call=call.name):
+                result.add(row(call, device, given.seconds))
     if given.against is not None:
         before = {
             r["call"]: r["seconds"] for r in measured_by(given.against, "calls", _same(words))

@@ -1,13 +1,15 @@
 """``python -m benchmarks growth``: how the cost grows with batch, side of an image and window.
 
 One thing grows at a time, from the same start (28 x 28 digits at a window of 5 for batches, 32 x 32
-x 3 for sides and windows). Memory is what a call requests beyond the batch, in batches; only a GPU
+x 3 for sides and windows). Projections have the time of the worst of four kinds of directions at a
+small and a large radius. Memory is what a call requests beyond the batch, in batches; only a GPU
 counts it. ``<out>.png`` shows the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,12 +17,13 @@ from torch import Tensor
 
 import wball
 from benchmarks.frame import Result, Row, options, peak_memory, timed
-from benchmarks.inputs import direction, mnist, scenes
+from benchmarks.inputs import DIRECTIONS, direction, mnist, scenes
 
 BATCHES = (1, 10, 100, 1000, 10000)
 SIDES = (32, 64, 128, 256, 512)
 WINDOWS = (3, 5, 7, 9, 11, 15)
 STEP = 0.1
+RADII = 0.02, 0.5
 SIZES = {
     "batch": lambda row: row["batch"],
     "side": lambda row: row["shape"][-1],
@@ -72,22 +75,31 @@ def main(arguments: list[str] | None = None) -> None:
     digits = mnist(given.data, torch.device("cpu")).x
     for grows, images, window, reg in problems(given.batch, given.side, given.windows, digits):
         x = images.to(device)
-        w = x + STEP * direction(x, "signs", given.seed)
-        ball = wball.WassersteinBall(0.05, wball.GridCost(window))
         random = torch.Generator(device).manual_seed(given.seed)
         about = {"grows": grows, "batch": len(x), "shape": list(x.shape[1:]), "window": window}
-        for name, run in (
-            ("project", lambda: ball.project(x, w, reg=reg, tol=1e-4)),  # noqa: B023
-            ("sample", lambda: ball.sample(x, random)),  # noqa: B023
+        balls = [wball.WassersteinBall(eps, wball.GridCost(window)) for eps in RADII]
+        points = {kind: x + STEP * direction(x, kind, given.seed) for kind in DIRECTIONS}
+        projections = {
+            f"{kind}, eps {ball.eps:g}": partial(ball.project, x, w, reg=reg, tol=1e-4)
+            for kind, w in points.items()
+            for ball in balls
+        }
+        for name, runs in (
+            ("project", projections),
+            ("sample", {"": partial(balls[0].sample, x, random)}),
         ):
             if result.has(call=name, **about):
                 continue
-            answer, times = timed(run, device, given.seconds)
-            row = {"call": name, **about, "seconds": times["seconds"]}
+            tried = {kind: timed(run, device, given.seconds) for kind, run in runs.items()}
+            worst = max(tried, key=lambda kind: tried[kind][1]["seconds"])
+            seconds = tried[worst][1]["seconds"]
+            row = {"call": name, **about, "seconds": seconds}
             if name == "project":
-                row |= {"kernel": answer.kernel, "converged": int(answer.converged.sum())}
-            row["ns_per_pixel"] = 1e9 * times["seconds"] / x.numel()
-            extra = peak_memory(run, device)
+                answers = [answer for answer, _ in tried.values()]
+                least = min(int(answer.converged.sum()) for answer in answers)
+                row |= {"worst": worst, "kernel": tried[worst][0].kernel, "converged": least}
+            row["ns_per_pixel"] = 1e9 * seconds / x.numel()
+            extra = peak_memory(runs[worst], device)
             size = x.numel() * x.element_size()
             row["extra_memory_in_batches"] = None if extra is None else extra / size
             result.add(row)
