@@ -129,8 +129,7 @@ def row(call: Call, device: torch.device, budget: float) -> Row:
     if device.type == "cuda" and found["seconds"] < budget:
         found["launches"], found["host_reads"] = counted(call.runs[worst])
         extra = peak_memory(call.runs[worst], device) or 0
-        size = call.images.numel() * call.images.element_size()
-        found["extra_memory_in_batches"] = extra / size
+        found["extra_memory_in_batches"] = extra / call.images.nbytes
     return found
 
 

@@ -90,17 +90,14 @@ def main(arguments: list[str] | None = None) -> None:
         ):
             if result.has(call=name, **about):
                 continue
-            tried = {kind: timed(run, device, given.seconds) for kind, run in runs.items()}
-            worst = max(tried, key=lambda kind: tried[kind][1]["seconds"])
-            seconds = tried[worst][1]["seconds"]
-            row = {"call": name, **about, "seconds": seconds}
+            tried = [(timed(run, device, given.seconds), kind) for kind, run in runs.items()]
+            (answer, times), worst = max(tried, key=lambda found: found[0][1]["seconds"])
+            row = {"call": name, **about, "seconds": times["seconds"]}
             if name == "project":
-                answers = [answer for answer, _ in tried.values()]
-                least = min(int(answer.converged.sum()) for answer in answers)
-                row |= {"worst": worst, "kernel": tried[worst][0].kernel, "converged": least}
-            row["ns_per_pixel"] = 1e9 * seconds / x.numel()
+                solved = min(int(found[0].converged.sum()) for found, _ in tried)
+                row |= {"worst": worst, "kernel": answer.kernel, "converged": solved}
+            row["ns_per_pixel"] = 1e9 * row["seconds"] / x.numel()
             extra = peak_memory(runs[worst], device)
-            size = x.numel() * x.element_size()
-            row["extra_memory_in_batches"] = None if extra is None else extra / size
+            row["extra_memory_in_batches"] = None if extra is None else extra / x.nbytes
             result.add(row)
     draw(result.rows, result.path.with_suffix(".png"))

@@ -56,7 +56,7 @@ def missed_in_full_ball(
     here = every[:SURVIVORS]
     ball = attacks[0].ball.take(here).at(FULL)
     guessed = torch.zeros(here.numel(), dtype=torch.bool, device=x.device)
-    for shift in range(1, GUESSES + 1):
+    for shift in range(1, GUESSES + 1) if here.numel() else ():
         guess = drifted(ball, x[here], x.roll(shift, 0)[here])
         guessed |= view.judge(task.take(here), guess)
     left = here[guessed]
