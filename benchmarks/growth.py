@@ -94,8 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
             (answer, times), worst = max(tried, key=lambda found: found[0][1]["seconds"])
             row = {"call": name, **about, "seconds": times["seconds"]}
             if name == "project":
-                solved = min(int(found[0].converged.sum()) for found, _ in tried)
-                row |= {"worst": worst, "kernel": answer.kernel, "converged": solved}
+                row |= {
+                    "worst": worst,
+                    "kernel": answer.kernel,
+                    "converged": min(int(found[0].converged.sum()) for found, _ in tried),
+                }
             row["ns_per_pixel"] = 1e9 * row["seconds"] / x.numel()
             extra = peak_memory(runs[worst], device)
             row["extra_memory_in_batches"] = None if extra is None else extra / x.nbytes
