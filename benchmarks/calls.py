@@ -27,7 +27,6 @@ from benchmarks.released import released_projection
 
 STEP = 0.1
 """Root mean square of what is added to an image before it is projected."""
-SOURCES = mnist, cifar10
 RELEASED_ITERATIONS = 50
 """The default of the released projection."""
 
@@ -158,7 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
     proved = wball.load_model(given.model, root=given.models).to(device).eval()
     sizes, few = [n for n in given.digits if n <= len(x)], given.proofs
     groups = {
-        "balls": (balls(images(folder, device), given.images, given.seed) for images in SOURCES),
+        "balls": (
+            balls(images(folder, device), given.images, given.seed) for images in (mnist, cifar10)
+        ),
         "attacks": (attacks(x, y, attacked, sizes, given.steps),),
         "certificates": (certificates(x[:few], y[:few], proved),),
     }

@@ -23,7 +23,6 @@ BATCHES = (1, 10, 100, 1000, 10000)
 SIDES = (32, 64, 128, 256, 512)
 WINDOWS = (3, 5, 7, 9, 11, 15)
 STEP = 0.1
-RADII = 0.02, 0.5
 SIZES = {
     "batch": lambda row: row["batch"],
     "side": lambda row: row["shape"][-1],
@@ -77,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         x = images.to(device)
         random = torch.Generator(device).manual_seed(given.seed)
         about = {"grows": grows, "batch": len(x), "shape": list(x.shape[1:]), "window": window}
-        balls = [wball.WassersteinBall(eps, wball.GridCost(window)) for eps in RADII]
+        balls = [wball.WassersteinBall(eps, wball.GridCost(window)) for eps in (0.02, 0.5)]
         points = {kind: x + STEP * direction(x, kind, given.seed) for kind in DIRECTIONS}
         projections = {
             f"{kind}, eps {ball.eps:g}": partial(ball.project, x, w, reg=reg, tol=1e-4)
