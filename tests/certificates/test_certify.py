@@ -396,6 +396,8 @@ def test_certificates_show_their_progress(capsys: pytest.CaptureFixture[str]) ->
     certified_radius(net, x, y, ball, rounds=1, progress=True)
     wball.verify(net, x, y, ball, proof, progress=True)
     shown = capsys.readouterr().err
-    assert all(word in shown for word in ("certify, anchored, est", "certified radius", "verify"))
+    assert all(
+        word in shown for word in ("certify, anchored, 1 to 1", "certified radius", "verify")
+    )
     certify(net, x, y, ball)
     assert capsys.readouterr().err == ""  # neither a terminal nor a notebook

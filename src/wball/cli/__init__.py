@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer may bring its own copy of click: its exported exception leads to the base class.
         usage: type[Exception] = typer.BadParameter.__mro__[2]
         from wball.cli.commands import app
-
+    except (KeyboardInterrupt, Exception) as error:  # noqa: BLE001 (an interrupted import)
+        if _signals or isinstance(error, KeyboardInterrupt):
+            return _fail(STOPPED, INTERRUPTED)
+        return _fail(*_sorted(error))
+    try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn  # type: ignore[assignment]
             code = app(args=line, standalone_mode=False, prog_name="wball")
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.code or 0
         return _fail(str(done.code), BAD_INPUT)
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
-        if not _signals:  # an interrupted import raises errors of its own
+        if not _signals:  # commands import, too
             return _fail(*_sorted(error))
         code = INTERRUPTED
     if code == INTERRUPTED:

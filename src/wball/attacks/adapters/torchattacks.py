@@ -15,6 +15,7 @@ class TorchAttack:
     Attributes:
         result: what the last call found, with success, distances and status per image.
 
+    >>> import torch
     >>> from wball import LinfBall, PGD
     >>> atk = TorchAttack(lambda z: z.flatten(1), PGD(LinfBall(0.2), steps=3))
     >>> atk(torch.tensor([[[[0.6, 0.4]]]]), torch.tensor([0])).argmax()
