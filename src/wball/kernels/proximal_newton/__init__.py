@@ -104,8 +104,8 @@ their sums."""
 PATIENCE = 12
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
-"""A plan is repaired when its own gap is at most this times the allowed one, or when it is the
-last. The repair costs more than a step and never narrows the gap."""
+"""A plan is repaired when its own gap is at most this times the one allowed for what it reaches, or
+when it is the last. The repair costs more than a step and never narrows the gap."""
 
 
 def proximal_newton(

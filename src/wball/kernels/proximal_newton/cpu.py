@@ -544,7 +544,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             if p.linear and solved:
                 off = _norm(gradient) * _range(u)
                 last = last or rest + off <= 3e-13 * (abs(value) + p.noise)
-            shown = last or rest <= settings.PROMISING * allowed(p, goal, found[0], entropy)
+            shown = last or rest <= settings.PROMISING * allowed(p, goal, value, entropy)
             if not solved:
                 sigma /= settings.SHRINK
             elif taken <= settings.QUICK:

@@ -48,7 +48,10 @@ def proximal_newton(
             if problem.columns.linear:  # only rounding is left
                 off = end.gradient.flatten(1).norm(dim=1) * _range(end.u)
                 done |= solved & (rest + off <= 3e-13 * (end.dual.abs() + _noise(here)))
-            shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
+            # The best plan may still be the centre: what this one reaches sets the allowed gap.
+            limits, reached = here.tolerance, bounds[0] + rest
+            near = limits.tol * (reached + limits.offset).abs() + limits.floor
+            shown = done | (rest <= settings.PROMISING * near)
             at = _next_centre(at, end, taken, solved)
         else:
             final, ends = at.sigma >= coldest[active], solved | (taken < settings.INNER)

@@ -549,7 +549,7 @@ def _solve_kernel(
                         off = size * _range(at, reached)
                         last = last | (solved & (rest + off <= 3e-13 * (tl.abs(dual) + noise)))
                     shown = last | (
-                        rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)
+                        rest <= PROMISING * (tol * tl.abs(bound + rest + offset) + floor)
                     )
                     if shown:
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
