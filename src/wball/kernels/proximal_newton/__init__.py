@@ -90,6 +90,9 @@ WARM = 8.0
 GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
 """``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more
 than ``SLOW``; it shrinks after steps that were not solved."""
+SLIDE = 2.0
+"""``sigma`` grows by this after a single Newton step that did not narrow the gap: the plan slides
+along an edge. Directions with near ties, such as signs with rounding errors, need many of these."""
 COOLING = 6.0
 """With entropy, ``sigma`` grows by this after each solved step until it is ``1 / tau``."""
 SHARPER, SHARPEST = 0.05, 1e-9
@@ -101,11 +104,12 @@ search, at most."""
 MOST = 1e8
 """The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of
 their sums."""
-PATIENCE = 12
+PATIENCE = 30
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
-"""A plan is repaired when its own gap is at most this times the one allowed for what it reaches, or
-when it is the last. The repair costs more than a step and never narrows the gap."""
+"""A plan is repaired when its own gap is at most this times the one allowed for what it reaches,
+when the gap stops narrowing (not in Triton, which has room for one plan), or when it is the last.
+The repair costs more than a step and never narrows the gap."""
 
 
 def proximal_newton(

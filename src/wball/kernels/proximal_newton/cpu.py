@@ -544,11 +544,14 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             if p.linear and solved:
                 off = _norm(gradient) * _range(u)
                 last = last or rest + off <= 3e-13 * (abs(value) + p.noise)
-            shown = last or rest <= settings.PROMISING * allowed(p, goal, value, entropy)
+            shown = (
+                last or idle == 1 or rest <= settings.PROMISING * allowed(p, goal, value, entropy)
+            )
             if not solved:
                 sigma /= settings.SHRINK
             elif taken <= settings.QUICK:
-                sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
+                growth = settings.SLIDE if idle > 0 and taken <= 1 else settings.GROWTH
+                sigma = min(sigma * growth, settings.MOST / _range(u))
             elif taken > settings.SLOW:
                 sigma /= settings.GROWTH
         else:

@@ -51,8 +51,9 @@ def proximal_newton(
             # The best plan may still be the centre: what this one reaches sets the allowed gap.
             limits, reached = here.tolerance, bounds[0] + rest
             near = limits.tol * (reached + limits.offset).abs() + limits.floor
-            shown = done | (rest <= settings.PROMISING * near)
-            at = _next_centre(at, end, taken, solved)
+            shown = done | (idle[active] == 1) | (rest <= settings.PROMISING * near)
+            slides = (taken <= 1) & (idle[active] > 0)
+            at = _next_centre(at, end, taken, solved, slides)
         else:
             final, ends = at.sigma >= coldest[active], solved | (taken < settings.INNER)
             done |= final & ends & (at.precision <= settings.SHARPEST)
@@ -69,9 +70,10 @@ def proximal_newton(
     return n_iter
 
 
-def _next_centre(at: _Step, end: _Point, taken: Tensor, solved: Tensor) -> _Step:
+def _next_centre(at: _Step, end: _Point, taken: Tensor, solved: Tensor, slides: Tensor) -> _Step:
     """The proximal step after one that ended at ``end``."""
-    grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
+    growth = torch.where(slides, settings.SLIDE, settings.GROWTH)
+    grown = torch.minimum(at.sigma * growth, settings.MOST / _range(end.u))
     sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
     sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
     sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)

@@ -79,6 +79,7 @@ FIRST, SETTLED, CG_TOL, DAMPING = map(tl.constexpr, settings.QUADRATIC)
 FIRST_LINEAR, SETTLED_LINEAR, CG_TOL_LINEAR, DAMPING_LINEAR = map(tl.constexpr, settings.LINEAR)
 SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_LINEAR)
 GROWTH, SHRINK = tl.constexpr(settings.GROWTH), tl.constexpr(settings.SHRINK)
+SLIDE = tl.constexpr(settings.SLIDE)
 QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
 CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
 WARM, MOST = tl.constexpr(settings.WARM), tl.constexpr(settings.MOST)
@@ -532,18 +533,19 @@ def _solve_kernel(
                             tl.store(
                                 centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows
                             )
+                    # The gap of the plan before its repair.
+                    rest = dual - pull + psi * tl.abs(slope) - bound
+                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
+                    narrow = tl.minimum(rest, narrow)
+                    growth = tl.where((idle > 0) & (taken <= 1), SLIDE + 0.0 * sigma, GROWTH)
                     quick, slow = (
-                        tl.minimum(sigma * GROWTH, MOST / _range(at, reached)),
+                        tl.minimum(sigma * growth, MOST / _range(at, reached)),
                         sigma / GROWTH,
                     )
                     next_sigma = tl.where(
                         taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma)
                     )
                     sigma = tl.where(solved, next_sigma, sigma / SHRINK)
-                    # The gap of the plan before its repair.
-                    rest = dual - pull + psi * tl.abs(slope) - bound
-                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
-                    narrow = tl.minimum(rest, narrow)
                     last = (idle > PATIENCE) | (steps >= max_iter)
                     if LINEAR:  # nothing but rounding is left
                         off = size * _range(at, reached)
