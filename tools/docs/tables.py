@@ -63,7 +63,7 @@ def public_checks(path: Path) -> list[Table]:
             f"{row['seconds']:.1f} s",
         ]
         for row in found["rows"]
-        if "stated" in row and row.get("version") != "standard-1"
+        if "stated" in row
     ]
     head = ["network", "eps", "robust accuracy", "reliable", "time"]
     return [Table(head, cells, f"First {found['images']:,} test digits")]
@@ -127,14 +127,14 @@ def _certified(rows: dict[str, Row], name: str, eps: str) -> list[str]:
 
 
 def _projection(path: Path, released: Path, device: str, where: str) -> list[str | None]:
-    """Time of our projection, and of the code released with the paper."""
+    """Time of our projection in its worst direction, and of the code released with the paper."""
     call = "project, reg 1000, tol 1e-4, mnist x 100"
-    ours = next((row for row in _content(path)["rows"] if row["call"] == call), None)
+    ours = [row["seconds"] for row in _content(path)["rows"] if row["call"].startswith(call)]
     theirs = next(row for row in _content(released)["rows"] if row["device"] == device)
     said = f"code released with the paper, {theirs['iterations']} iterations, median of {theirs['repeats']}"
     return [
-        f"entropic projection of 100 digits on {where} (`ball.project`)",
-        None if ours is None else duration(1e3 * ours["seconds"]),
+        f"entropic projection of 100 digits on {where} (`ball.project`; worst of four directions)",
+        duration(1e3 * max(ours)) if ours else None,
         f"{duration(1e3 * theirs['seconds'])} ({said})",
     ]
 
