@@ -40,11 +40,13 @@ class BlockError(ValueError):
 
 def calls(gpu: Path, cpu: Path) -> list[Table]:
     """Time of public calls on a GPU and on a CPU, and whether all images converged."""
-    found = {row["call"]: row for row in _content(gpu)["rows"]}
-    other = {row["call"]: row for row in _content(cpu)["rows"]}
+    found, other = (
+        {row["call"]: row for row in _content(path)["rows"] if "tol" not in row["call"]}
+        for path in (gpu, cpu)
+    )
     cells: list[list[str | None]] = []
-    for call, row in found.items():
-        both = (row, other.get(call))
+    for call in found | other:
+        both = found.get(call), other.get(call)
         left = sum(r["of"] - r["converged"] for r in both if r is not None and "converged" in r)
         times = (None if r is None else duration(1e3 * r["seconds"]) for r in both)
         cells.append([call + (f" ({left} not converged)" if left else ""), *times])
