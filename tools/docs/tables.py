@@ -49,7 +49,9 @@ def calls(gpu: Path, cpu: Path) -> list[Table]:
         both = found.get(call), other.get(call)
         left = sum(r["of"] - r["converged"] for r in both if r is not None and "converged" in r)
         times = (None if r is None else duration(1e3 * r["seconds"]) for r in both)
-        cells.append([call + (f" ({left} not converged)" if left else ""), *times])
+        cells.append(
+            [call.replace(" x 100", "") + (f" ({left} not converged)" if left else ""), *times]
+        )
     return [Table(["public call", "H200", "two CPU cores"], cells)]
 
 
