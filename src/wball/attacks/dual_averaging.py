@@ -9,7 +9,9 @@ Potentials accumulate gradients, and the next iterate is the entropic plan they 
 (:class:`wball.solvers.oracle.TransportOracle`): mirror ascent in the geometry of plans, or the
 paper's conjugate step applied to the sum of all gradients instead of the last. As the potentials
 grow, the entropy matters less and the plan concentrates. Each iterate is in the ball, so there is
-nothing to project and each may be the answer.
+nothing to project and each may be the answer. With ``memory`` below 1 the sum forgets old
+gradients, :math:`b \leftarrow \mu b + \eta_t \nabla \ell / \|\nabla \ell\|_\infty`, and follows
+those near the current iterate.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class DualAveraging(GradientAttack):
         step_size: ``eta``, in nats per step: the pixel with the largest gradient gains ``e^eta`` in
             weight.
         decay: the step size falls linearly to ``(1 - decay) * step_size`` at the last step.
+        memory: ``mu``, the share of the potentials that is kept in each step.
         random_start: standard deviation of the potentials at the start, in nats; 0 starts at the
             clean image.
         sweeps: coordinate steps on the box potentials per step.
@@ -65,6 +68,7 @@ class DualAveraging(GradientAttack):
     steps: int = 100
     step_size: float = 3.0
     decay: float = 0.0
+    memory: float = 1.0
     random_start: float = 0.0
     sweeps: int = 3
 
@@ -78,8 +82,9 @@ class DualAveraging(GradientAttack):
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)
         inputs.check_positive("step_size", self.step_size)
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        for name, share in (("decay", self.decay), ("memory", self.memory)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {share}")
         if not 0 <= self.random_start < math.inf:
             raise ValueError(
                 f"random_start must be >= 0 and finite, in nats, got {self.random_start}"
@@ -115,7 +120,7 @@ class DualAveraging(GradientAttack):
 
     def advance(self, state: Potentials, gradient: Tensor) -> Potentials:
         eta = self.step_size * (1 - self.decay * state.n_steps / max(1, self.steps - 1))
-        state.b = state.b + eta * normalised(gradient)
+        state.b = self.memory * state.b + eta * normalised(gradient)
         return state.move()
 
 

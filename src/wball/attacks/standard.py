@@ -5,11 +5,11 @@ Each member attacks only the images that survived those before it. The members d
 their objective, because local optima depend on it most: an image that survives a hundred steps of
 the margin is often broken at once by an attack on its second or third likeliest class.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 5*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 6*)
 
-=======  =============  =========  =====  ================================================
+=======  =============  =========  =====  ======================================================
 member   objective      step size  steps  remarks
-=======  =============  =========  =====  ================================================
+=======  =============  =========  =====  ======================================================
 1        cross-entropy  6 -> 0     100    linear decay
 2        margin         6 -> 0     100
 3        runner-up-2    6 -> 0     100
@@ -17,27 +17,29 @@ member   objective      step size  steps  remarks
 5        runner-up-4    3          60     constant step size
 6        runner-up-5    6 -> 0     60
 7        margin         3          150    constant step size
-8, 9     runner-up-2/3  3          80     constant step size
+8, 9     runner-up-2/3  10         80     constant step size, memory 0.9
 10       dlr            10 -> 0    60
 11       cross-entropy  10 -> 0    60     random start, 3 nats
 12       cross-entropy  6 -> 0     100    random start, 3 nats
-13       margin         6 -> 0     100    random start, 10 nats
-14       cross-entropy  6 -> 0     80     random start, 10 nats
+13       margin         10         200    constant step size, memory 0.9
+14       cross-entropy  10         100    constant step size, memory 0.9
 15       margin         6 -> 0     60     from the best attempt
-16       margin         1          100    constant step size, from the best attempt
-17       margin         2          200    constant step size
+16       margin         5          150    constant step size, memory 0.95, from the best attempt
+17       margin         10         150    constant step size, memory 0.9, from the best attempt
 18       margin         6 -> 0     40     smoothed, 0.2
 19       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
-20       margin         6 -> 0     100    near only, random start, 3 nats
+20       margin         3          200    memory 0.97, near only, from the best attempt
 21       margin         0.5        150    constant step size, from the best attempt
 22       margin         6 -> 0     40     on the model behind rounding to 8 bits
 23       scores                           search without gradients, 1,000 forward passes
 24       several        6 -> 0     30     on students, which learn the model's labels
 25       none                             attempts of members 22 and 24, rounded to 8 bits
-=======  =============  =========  =====  ================================================
+=======  =============  =========  =====  ======================================================
 
 - *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained
   against small changes of every pixel are flat around an image.
+- *Memory*: the share of the accumulated gradients that is kept in each step. Networks without
+  adversarial training bend within the ball, and gradients at the clean image mislead.
 - *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was
   still rising.
 - Members 1 to 22 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
@@ -103,7 +105,7 @@ from wball.model import Model, as_found, ask, check_classes, full_precision
 
 Version = Literal["standard", "fast"]
 
-VERSION = 5
+VERSION = 6
 """Number of the member list; results name it."""
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the search: with useful gradients, and without."""
@@ -124,6 +126,7 @@ class _Member:
     step_size: float = 6.0
     steps: int = 100
     decay: float = 1.0
+    memory: float = 1.0
     random_start: float = 0.0
     from_best: bool = False
     near: bool = False
@@ -134,7 +137,7 @@ class _Member:
     def steady(self) -> bool:
         """Whether the last of many steps are as long as the first: they tell whether more would
         help."""
-        return self.decay == 0 and self.steps >= 100
+        return self.decay == 0 and self.memory == 1 and self.steps >= 100
 
     @property
     def rank(self) -> int:
@@ -153,6 +156,7 @@ class _Member:
                 steps=self.steps,
                 step_size=self.step_size,
                 decay=self.decay,
+                memory=self.memory,
                 random_start=self.random_start,
                 progress=False,
                 proofs=proofs,
@@ -174,19 +178,21 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _Member("runner-up-4", step_size=3.0, decay=0.0, steps=60),
         _Member("runner-up-5", steps=60),
         _Member("margin", step_size=3.0, decay=0.0, steps=150),
-        _Member("runner-up-2", step_size=3.0, decay=0.0, steps=80),
-        _Member("runner-up-3", step_size=3.0, decay=0.0, steps=80),
+        _Member("runner-up-2", step_size=10.0, decay=0.0, steps=80, memory=0.9),
+        _Member("runner-up-3", step_size=10.0, decay=0.0, steps=80, memory=0.9),
         _Member("dlr", step_size=10.0, steps=60),
         _Member("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
         _Member("cross-entropy", random_start=3.0),
-        _Member("margin", random_start=10.0),
-        _Member("cross-entropy", steps=80, random_start=10.0),
+        _Member("margin", step_size=10.0, decay=0.0, steps=200, memory=0.9),
+        _Member("cross-entropy", step_size=10.0, decay=0.0, memory=0.9),
         _Member("margin", steps=60, from_best=True),
-        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
-        _Member("margin", step_size=2.0, decay=0.0, steps=200),
+        _Member("margin", step_size=5.0, decay=0.0, steps=150, memory=0.95, from_best=True),
+        _Member("margin", step_size=10.0, decay=0.0, steps=150, memory=0.9, from_best=True),
         _Member("margin", steps=40, smoothed=0.2),
         _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
-        _Member("margin", random_start=3.0, near=True),
+        _Member(
+            "margin", step_size=3.0, decay=0.0, steps=200, memory=0.97, near=True, from_best=True
+        ),
         _Member("margin", step_size=0.5, decay=0.0, steps=150, from_best=True),
         _Member("margin", steps=40, on_bytes=True),
     ),
