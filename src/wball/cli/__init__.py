@@ -130,7 +130,7 @@ def _one_line(text: str) -> str:
 def _usage(error: Exception) -> str:
     message = getattr(error, "format_message", lambda: str(error))().rstrip(".")
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message}; see `{context.command_path} --help`"
+    return message if context is None else f"{message} (see `{context.command_path} --help`)"
 
 
 def _sorted(error: Exception) -> tuple[str, int]:

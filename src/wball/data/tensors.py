@@ -29,12 +29,12 @@ def to_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Convert any source of images and labels to ``(x, y)``.
 
-    Args: data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a
-        ``Dataset`` of (image,
-            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image":
-            ..., "label": ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C``
-            if uint8, unless only the first axis has 1, 3 or 4 entries) or PIL images; bytes are
-            divided by 255.
+    Args:
+        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a
+            ``Dataset`` of (image, label) items, or a ``DataLoader`` of such batches (or of
+            dictionaries such as ``{"image": ..., "label": ...}``). Single images are tensors, NumPy
+            arrays (``H x W``; ``H x W x C`` if uint8, unless only the first axis has 1, 3 or 4
+            entries) or PIL images; 8-bit values are divided by 255.
         limit: largest number of images.
         device: device of the result (default: that of the data).
         items: ``data`` yields single images, never batches.

@@ -4,7 +4,7 @@ An evaluation stops at an image's first example. To show how mass moves as the r
 images of the explorer are attacked once more at each radius, without stopping at the first success.
 If that fails where the evaluation succeeded, its example is shown. No number depends on them.
 
-The baseline sets the worst case beside changes without a search: a shift by one pixel, and
+The baseline measures accuracy under changes that are not attacks: a shift by one pixel, and
 random points of the ball.
 """
 

@@ -217,12 +217,12 @@ class Evaluation(Summarised):
 
     @property
     def quick_look(self) -> bool:
-        """Whether the attack is the fast one, which makes no controls."""
+        """Whether the attack is the fast one, which skips the checks for gradient masking."""
         return self.settings["attack"].get("version") == "fast"
 
     @property
     def reliable(self) -> bool:
-        """Whether there are no doubts, and the attack made its controls."""
+        """Whether there are no doubts, and the evaluation is not a quick look."""
         return not self.doubts and not self.quick_look
 
     @property
@@ -328,7 +328,7 @@ class Evaluation(Summarised):
 
     @property
     def baseline(self) -> dict[str, Any] | None:
-        """Accuracy without a search, on up to 100 images: ``shifted`` by one pixel, and at
+        """Accuracy without an attack, on up to 100 images: ``shifted`` by one pixel, and at
         ``random`` points of the ball of each radius. ``None`` if it was not stored."""
         if "baseline" not in self.exhibit:
             return None

@@ -89,10 +89,10 @@ def evaluate(
         ball: the threat model.
         radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's
             smallest one up to the ball's.
-        attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look without
-            controls, which is never called reliable; any attack; or any function
-            ``f(model, x, y) -> images``: what it returns counts if the model misclassifies it and
-            the audit finds it inside the ball.
+        attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look that
+            skips the checks for gradient masking and is never called reliable; any attack; or any
+            function ``f(model, x, y) -> images``, whose images count if the model misclassifies
+            them and the audit finds them inside the ball.
         certify: also certify; ``True`` or the name of a method of :func:`wball.certify`. The model
             must be a feed-forward network of supported modules. A sample of the certificates is
             checked by :func:`wball.verify`.

@@ -87,9 +87,11 @@ class Optimisation:
 class Loss:
     """The labels of the cross-entropy of adversarial images, or of clean ones without an adversary.
 
-    Attributes: label_smoothing: share of the uniform distribution in the labels. teacher: share of
-        a teacher's probabilities in the labels (:class:`~wball.training.losses.Teacher`);
-            the network itself is passed to :func:`~wball.training.train`.
+    Attributes:
+        label_smoothing: share of the uniform distribution in the labels.
+        teacher: share of a teacher's probabilities in the labels
+            (:class:`~wball.training.losses.Teacher`); the teacher is passed to
+            :func:`~wball.training.train`.
     """
 
     label_smoothing: float = 0.0

@@ -272,7 +272,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     2
     """
     if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known are {', '.join(_PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; choose from {', '.join(_PRESETS)}")
     return dataclasses.replace(_PRESETS[name], **changes)
 
 

@@ -48,9 +48,9 @@ def model_card(name: str) -> dict[str, Any]:
     if name not in list_models():
         if Path(name).suffix in (".onnx", ".pt", ".pt2", ".pth", ".safetensors"):
             raise ValueError(
-                f"{name!r} is a file, and names of models are expected here: wball evaluate takes files of models, "
-                "wball.attacks.adapters.onnx.load reads ONNX, wball.load_weights(model, path) weights, torch.jit.load "
-                "TorchScript"
+                f"{name!r} is a file, but load_model takes the name of a model; load weights with "
+                "wball.load_weights(model, path), ONNX with wball.attacks.adapters.onnx.load and TorchScript with "
+                "torch.jit.load"
             )
         raise ValueError(
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "

@@ -26,13 +26,21 @@ from wball.storage.files import locked
 class PublicModel:
     """A model trained by other authors.
 
-    Attributes: name: by which :func:`wball.load_model` knows it. authors: of paper and weights.
-        year: of the paper. paper: its title. paper_url: where to read it. repository: address of
-        the authors' repository. commit: the pinned commit. path: of the weights in the repository.
-        sha256: of that file. dataset: which images it is for. architecture: a name that
-        :func:`wball.build_model` knows. summary: what was trained. licence: what the repository
-        states; without a statement the weights are their authors' alone. noise: standard deviation
-        of the smoothing noise that it was trained for.
+    Attributes:
+        name: name for :func:`wball.load_model`.
+        authors: authors of the paper and the weights.
+        year: year of the paper.
+        paper: title of the paper.
+        paper_url: address of the paper.
+        repository: address of the authors' repository.
+        commit: pinned commit of the repository.
+        path: path of the weights in the repository.
+        sha256: checksum of the weights file.
+        dataset: data set that the model was trained on.
+        architecture: name for :func:`wball.build_model`.
+        summary: how the model was trained.
+        licence: licence that the repository states. Without one, all rights are the authors'.
+        noise: standard deviation of the smoothing noise used in training, if any.
     """
 
     name: str
