@@ -34,7 +34,8 @@ _FAILED = (
 
 @dataclass(frozen=True)
 class Mirrors:
-    """The origin of a data set: mirrors in order of preference, and the MD5 of each file."""
+    """Where a data set is downloaded from: mirrors in order of preference, and the MD5 of each
+    file."""
 
     mirrors: tuple[str, ...]
     files: dict[str, str]
@@ -78,7 +79,7 @@ SOURCES = {
 
 
 class DownloadError(OSError):
-    """No mirror has the file. The message lists the answer of each of them, and what to do."""
+    """No mirror has the file. The message lists the response of each mirror, and what to do."""
 
 
 def download(

@@ -77,8 +77,8 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
 
 
 def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
-    """Smallest and largest value of the first tensor, if all are finite; one device read for
-    all."""
+    """Smallest and largest value of the first tensor, if all tensors are finite; reads the device
+    only once."""
     if next(iter(tensors.values())).numel() == 0:
         return 0.0, 0.0
     ends = [end for tensor in tensors.values() for end in torch.aminmax(tensor.detach())]

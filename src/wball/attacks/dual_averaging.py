@@ -32,7 +32,7 @@ START_NATS = 20.0
 
 @dataclass
 class Potentials(State):
-    """What the attacker has learnt, and the oracle that makes points of it."""
+    """Accumulated gradients, and the oracle that maps them to points of the ball."""
 
     b: Tensor = field(kw_only=True)
     oracle: Oracle = field(kw_only=True)
@@ -41,7 +41,7 @@ class Potentials(State):
         return self, self.oracle
 
     def move(self) -> Potentials:
-        """Go where the potentials point."""
+        """Move to the point of the ball that the potentials define."""
         point = self.oracle(self.b)
         self.z, self.proof, self.kernel = point.z, point.proof, point.kernel
         self.distance = point.cost / self.oracle.unit

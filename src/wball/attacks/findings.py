@@ -20,7 +20,7 @@ have missed."""
 
 @dataclass(frozen=True)
 class Code:
-    """The text of a finding, and when it is serious.
+    """The text of a finding, and the share of images above which it is serious.
 
     Attributes:
         sentence: what was seen, with ``{images}`` and ``{of}``.
@@ -90,7 +90,7 @@ CODES: dict[str, Code] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason: its code, on how many images it was seen, and of how many.
+    """One finding: its code, the number of images it was seen on, and the number of images checked.
 
     >>> [Finding("black-box-stronger", images, 100).serious for images in (1, 10)]
     [False, True]
@@ -110,7 +110,7 @@ class Finding:
 
     @property
     def serious(self) -> bool:
-        """Whether the robust accuracy may be too high for this reason."""
+        """Whether this finding means that the robust accuracy may be too high."""
         code = CODES[self.code]
         return (
             code.tolerated is not None
@@ -120,11 +120,8 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings of several batches as one: numbers of images add up by code, in the order of
-    :data:`CODES`.
-
-    What was seen on no image is none.
-    """
+    """Merge the findings of several batches: numbers of images are added by code, in the order of
+    :data:`CODES`. Findings seen on no image are dropped."""
     seen: dict[str, tuple[int, int]] = {}
     for finding in findings:
         images, of = seen.get(finding.code, (0, 0))

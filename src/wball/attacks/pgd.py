@@ -61,14 +61,14 @@ class GrowingRadius:
         inputs.check_count("every", self.every)
 
     def at(self, eps: float | Tensor, step: int) -> float | Tensor:
-        """The radius of a step, from ``eps`` at the first."""
+        """The radius at a step, starting from ``eps``."""
         return eps * self.factor ** (step // self.every)
 
 
 @dataclass
 class _Projected(State):
-    """The radius at the start, the fused projection where a kernel has it, and the duals of the
-    last exact one."""
+    """The initial radius, the fused projection if a kernel provides one, and the duals of the last
+    exact projection."""
 
     eps: float | Tensor = field(kw_only=True)
     fused: EntropicProjection | None = field(kw_only=True)
@@ -197,7 +197,7 @@ class PGD(GradientAttack):
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
     def _grow(self, state: _Projected) -> None:
-        """Let the radius grow, if it is time for it."""
+        """Increase the radius if the schedule requires it at this step."""
         step = int(state.n_steps)
         if self.growth is None or step % self.growth.every != 0:
             return
@@ -238,7 +238,7 @@ class PGD(GradientAttack):
         return state
 
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
-        """The projection without plans, where a kernel has it."""
+        """The projection that returns no plans, if a kernel provides one."""
         problem = ball.problem(x)
         if problem is None or not EntropicProjection.serves(problem, self.reg):
             return None

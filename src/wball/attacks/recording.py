@@ -37,7 +37,7 @@ _streams = threading.local()
 
 
 def cuda_graph(function: Replay, device: torch.device, generator: torch.Generator) -> Replay:
-    """What ``function`` launches, as one launch. Calls made by other threads meanwhile are not
+    """Record the launches of ``function`` as one CUDA graph. Calls from other threads are not
     recorded."""
     # One stream for all recordings of a thread: matrix products keep memory for every stream.
     held: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("held", {})
@@ -77,7 +77,7 @@ RECORDERS: dict[str, Callable[[Replay, torch.device, torch.Generator], Replay]] 
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """The tensors that an attribute holds: one, those of a named tuple, or those of a plan."""
+    """The tensors in an attribute: a single tensor, a named tuple of them, or those of a plan."""
     if isinstance(value, StoredPlan):
         return value.tensors()
     held = value if isinstance(value, tuple) else (value,)
@@ -94,8 +94,7 @@ def _put(owner: object, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Recording:
-    """The steps of a loop, replayed from a recording of one of them: make it, make the step, and
-    call :meth:`record`.
+    """Replays one recorded step of a loop. Create it, run the step once, then call :meth:`record`.
 
     Args:
         step: makes a step.
@@ -111,7 +110,7 @@ class Recording:
         self._slots, self._buffers = list[tuple[Any, int]](), list[Tensor]()
 
     def record(self, device: torch.device) -> Replay:
-        """The replay of the step that has been made."""
+        """Record the step that was run, and return its replay."""
         generator = self._generator
         # What a step replaces gets a buffer; the rest is read where it lies.
         first = list[Tensor]()
@@ -143,7 +142,7 @@ class Recording:
         return replay
 
     def _once(self) -> None:
-        """A step from the buffers to the buffers."""
+        """One step that reads from the buffers and writes to them."""
         self._step()
         owned = {t.untyped_storage().data_ptr() for t in self._buffers}
         made = [t for (slot, _) in self._slots for t in _tensors(getattr(*slot))]
@@ -163,7 +162,7 @@ class Recording:
             _put(owner, name, [next(buffers) for _ in range(count)])
 
     def _disagreement(self, expected: Sequence[Tensor]) -> float:
-        """The share of images on which candidates or gradients differ from what is expected."""
+        """Share of the images whose candidates or gradients differ from the expected ones."""
         names = [name for (_, name), count in self._slots for _ in range(count)]
         pairs = [
             (a.flatten(1), b.flatten(1))
@@ -181,7 +180,7 @@ class Recording:
 def recorded(
     step: Replay, owners: Sequence[object], device: torch.device, generator: torch.Generator
 ) -> Replay | None:
-    """Make a step, and return its replay; ``None`` (and a warning) where it cannot be recorded."""
+    """Run a step and return its replay, or ``None`` with a warning if it cannot be recorded."""
     recording = Recording(step, owners, generator)
     step()  # its errors are the attack's
     try:

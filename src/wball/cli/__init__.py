@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, _interrupt)
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself
@@ -108,7 +108,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _warn(message: Warning | str, *_: Any) -> None:
-    """Print a warning in one line, as errors are."""
+    """Print a warning on one line, in the format of errors."""
     print(f"wball: warning: {_one_line(str(message))}", file=sys.stderr)
 
 
@@ -134,7 +134,7 @@ def _usage(error: Exception) -> str:
 
 
 def _sorted(error: Exception) -> tuple[str, int]:
-    """The message and the exit code for what a command raised."""
+    """The message and exit code for an exception raised by a command."""
     from wball.attacks.attack import out_of_memory
     from wball.storage.files import FolderInUse
 

@@ -178,7 +178,7 @@ def _earlier_radii(folders: list[Path]) -> list[float] | None:
 
 
 def _found(folder: Path) -> str | None:
-    """What an earlier run left in a folder."""
+    """A message about the results that an earlier run left in a folder."""
     if (folder / "results.json").is_file():
         return f"{folder} contains a finished evaluation (--overwrite starts over)"
     begun = len(list((folder / "batches").glob("batch-*.safetensors")))
@@ -188,7 +188,7 @@ def _found(folder: Path) -> str | None:
 
 
 def _plain(result: Evaluation, wanted: list[Requirement]) -> dict[str, Any]:
-    """The summary of an evaluation for programs."""
+    """The summary of an evaluation as plain data."""
     content = {
         "model": result.name,
         **result.summary(),

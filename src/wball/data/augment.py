@@ -72,7 +72,7 @@ class RandomAffine:
 
 @dataclass(frozen=True)
 class RandomCutout:
-    """Each image with a square of ``size`` pixels blackened, centred anywhere in the image.
+    """Blacken a square of ``size`` pixels in each image, centred anywhere in it.
 
     >>> int((RandomCutout(2)(torch.ones(1, 1, 8, 8)) == 0).sum()) in (1, 2, 4)
     True

@@ -206,7 +206,7 @@ def item_name(data: Any, k: int) -> str:
 
 
 def _behind(data: Any, k: int) -> tuple[Any, int]:
-    """The data set behind a ``Subset``, and the position of item ``k`` in it."""
+    """The data set that a ``Subset`` wraps, and the position of item ``k`` in it."""
     while isinstance(data, Subset):
         data, k = data.dataset, data.indices[k]
     return data, k
@@ -276,5 +276,5 @@ def _class_names(folders: list[str]) -> tuple[str, ...]:
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """16 bits as 8, rounded: 65535 becomes 255."""
+    """Convert 16-bit values to 8 bits, rounded: 65535 becomes 255."""
     return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)

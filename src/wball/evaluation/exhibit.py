@@ -86,7 +86,7 @@ def _attack(ball: Ball, size: int) -> GradientAttack:
 
 
 def spread(values: Tensor, count: int) -> Tensor:
-    """At most ``count`` of ``values``, evenly spaced, the ends included."""
+    """At most ``count`` of ``values``, evenly spaced, including both ends."""
     if len(values) <= count:
         return values
     return values[torch.linspace(0, len(values) - 1, count, dtype=torch.float64).round().long()]

@@ -217,7 +217,7 @@ class Evaluation(Summarised):
 
     @property
     def quick_look(self) -> bool:
-        """Whether the attack is the fast one, which skips the checks for gradient masking."""
+        """Whether the fast attack was used, which skips the checks for gradient masking."""
         return self.settings["attack"].get("version") == "fast"
 
     @property
@@ -452,7 +452,7 @@ class Evaluation(Summarised):
 
 
 def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
-    """Claims of the attack and of certificates that did not hold."""
+    """The claims of attacks and certificates that failed a check, as warnings."""
     report = "report it with the files of this evaluation: this is an error of the library"
     claims = (
         (

@@ -22,8 +22,8 @@ Offset = tuple[int, int]
 
 @dataclass(frozen=True)
 class Detours:
-    """Moves that follow the listed ones in length and are sums of two of them, as long as all of a
-    length are.
+    """The shortest moves beyond the listed ones, each the sum of two listed moves. A length is
+    included only if all moves of that length are such sums.
 
     Attributes:
         offsets: where they lead, sorted by cost.
@@ -65,7 +65,7 @@ class Detours:
 
 @lru_cache(maxsize=64)
 def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers on a device; a copy to a GPU makes the host wait."""
+    """Copy numbers to a device once: a copy to a GPU makes the host wait."""
     return torch.tensor(values, dtype=torch.long, device=device)
 
 
@@ -82,9 +82,8 @@ def _places(offsets: tuple[Offset, ...], size: Offset, around: int, device: torc
 
 @lru_cache(maxsize=64)
 def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -> Detours | None:
-    """The moves of an image of that size that follow the ``listed`` ones in length; ``None``
-    if there are none.
-    """
+    """The moves next in length after the ``listed`` ones, for images of this size; ``None`` if
+    there are none."""
     number = {offset: k for k, offset in enumerate(listed)}
     top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
     ends = [

@@ -112,9 +112,8 @@ class TransportSet(InputSet):
         self.shares_moves = self.matrix is None
 
     def _list_active(self) -> tuple[Tensor | None, Tensor]:
-        """Positions (B, C, n) of the pixels that hold mass, where that is worth the indexing,
-        and their mass.
-        """
+        """Positions (B, C, n) and mass of the pixels with mass, if there are few enough for
+        indexing to pay off."""
         flat = self.x.flatten(2)
         if self.matrix is not None or flat.numel() == 0:
             return None, flat
@@ -126,9 +125,8 @@ class TransportSet(InputSet):
 
     @property
     def detours(self) -> Detours | None:
-        """Moves that follow the listed ones, where charges of both halves are known: if every
-        pixel is a source.
-        """
+        """Moves next in length after the listed ones, if the charges of both halves are known:
+        every pixel must be a source."""
         if self.far is None or self.power is None or self.active is not None:
             return None
         return detours(
@@ -211,14 +209,14 @@ class TransportSet(InputSet):
         ]
 
     def _sources(self, rows: Rows, flat: Tensor) -> Tensor:
-        """Pick the sources out of a map on the sources' grid, ``(N, C, h, w) -> (N, C, S)``."""
+        """Select the sources from a map on the sources' grid, ``(N, C, h, w) -> (N, C, S)``."""
         flat = flat.flatten(2)
         if rows.corner is None and self.active is not None:
             return flat.gather(2, self.active[rows.image])
         return flat
 
     def _moved(self, rows: Rows, padded: Tensor) -> Tensor:
-        """What every source finds at the end of each listed move, ``(N, C, K, S)``."""
+        """The target value at the end of each listed move out of every source, ``(N, C, K, S)``."""
         width = padded.shape[3]
         inner = (padded.shape[2] - 2 * self.radius, width - 2 * self.radius)
         if rows.corner is None and self.active is not None:
@@ -249,7 +247,7 @@ class TransportSet(InputSet):
         box: Tensor | None = None,
         charges: Charges | None = None,
     ) -> Field:
-        """What every pixel with mass can do. Moves of equal cost merge: the best one counts."""
+        """The options of every pixel with mass. Of moves of equal cost only the best is kept."""
         mass = self._mass(rows)
         dtype = rows.coeff.dtype
         if self.matrix is not None:
@@ -367,7 +365,7 @@ class TransportSet(InputSet):
     def _problem(
         self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field | None = None
     ) -> RowProblem:
-        """Rows as the kernels take them; ``field`` if it is known already."""
+        """The rows in the form that kernels expect; ``field`` is computed unless given."""
         beyond = rows.corner is not None and self.far is not None
         return RowProblem(
             rows.coeff,
@@ -424,7 +422,7 @@ class TransportSet(InputSet):
 
     @property
     def gain_size(self) -> int:
-        """How many numbers :meth:`gains` returns per row."""
+        """Number of values that :meth:`gains` returns per row."""
         channels, height, width = self.x.shape[1:]
         sources = height * width if self.active is None else self.active.shape[2]
         moves = sources if self.matrix is not None else len(self.moves)
@@ -451,7 +449,7 @@ class TransportSet(InputSet):
 
     @property
     def step(self) -> float:
-        """The cheapest move that costs anything."""
+        """The smallest positive cost of a move."""
         if self.matrix is not None:
             costs = self.matrix[torch.isfinite(self.matrix) & (self.matrix > 0)]
             return float(costs.min()) if costs.numel() else 1.0
@@ -484,7 +482,7 @@ class TransportSet(InputSet):
 
 @lru_cache(maxsize=256)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device; a copy to a GPU makes the host wait."""
+    """Copy numbers to a device once: a copy to a GPU makes the host wait."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 

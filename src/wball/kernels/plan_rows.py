@@ -111,7 +111,7 @@ class PlanRows:
         return sent, self.column * received
 
     def spent(self, keep: Tensor) -> Tensor:
-        """What the mass that each pixel would send if ``give`` were 1 costs."""
+        """Cost of the mass that each pixel would send if ``give`` were 1."""
         weights = self.weights * self.moves.ring_cost
         return self.row * self.moves.sums(weights)(self.column * keep)
 

@@ -37,7 +37,7 @@ def log_omega(y: Tensor) -> Tensor:
 
 
 class _Images(SimpleNamespace):
-    """The images that are not done; the first dimension of each tensor is the image.
+    """The unfinished images; the first dimension of each tensor is the image.
 
     ``beta`` and ``price`` are in units of ``tau``. Gaps are relative to ``size``, and an image
     offers its plan at a gap of ``target``. ``changes`` and ``steps`` are the memory of the sweeps,
@@ -89,8 +89,8 @@ class _Sweeps:
         ).take((~single).nonzero()[:, 0])  # fmt: skip
 
     def sweep(self, step: int) -> None:
-        """One sweep of all images, and the potentials that the next starts from. Images that are
-        done leave."""
+        """Run one sweep of all images and compute the potentials that the next one starts from.
+        Finished images are removed."""
         s, tau = self.images, per_image(self.images.tau, self.images.x)
         # Rows and price.
         least = per_image(s.beta.flatten(1).amax(1) - SPREAD, s.x)
@@ -150,8 +150,8 @@ class _Sweeps:
         return torch.maximum(distance, share) + self.tol * s.centre
 
     def _offer(self, index: Tensor, last: Tensor, step: int) -> Tensor:
-        """Repair and judge the plans of some images; returns the positions of all that are not
-        done."""
+        """Repair and evaluate the plans of some images. Returns the positions of all unfinished
+        images."""
         everyone, s = self.images, self.images.take(index)
         rows = PlanRows(s.x, s.beta, self.moves).at(s.price)
         keep, give, sent, received = into_box(rows, self.lo, self.hi, self.slack)

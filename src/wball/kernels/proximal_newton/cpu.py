@@ -39,8 +39,8 @@ from wball.plan import REPAIR_SWEEPS
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the
-    host."""
+    """The reason why this kernel does not support such images, or ``None``. Images on a GPU are
+    solved on the host."""
     return (
         None
         if isinstance(moves, StencilMoves)
@@ -61,7 +61,7 @@ hundredth of float64's rounding."""
 
 
 class _Shares(NamedTuple):
-    """The moves in use, row after row: how many, which, and the share of each."""
+    """The moves in use, by row: their number, their indices, and the share of each."""
 
     count: Any  # (R,)
     move: Any  # (R, K)
@@ -157,7 +157,7 @@ def _linear_column(g, u, come, lo, hi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath={"contract", "nsz", "nnan", "reassoc"})
 def _scores(gain, ends, a, toll, row):  # type: ignore[no-untyped-def]
-    """What each move of row ``a`` gains, and the largest of these numbers."""
+    """The gain of each move of row ``a``, and the largest gain."""
     top = -math.inf
     for k in range(toll.size):
         row[k] = gain[ends[a, k]] - toll[k]
@@ -199,8 +199,8 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def _entropic_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares, and the columns of their plan with a minus. Returns their cost and the rows'
-    part of the dual."""
+    """Fill the shares, and subtract the columns of their plan from the gradient. Returns their cost
+    and the rows' part of the dual."""
     n_rows, n_moves = p.end.shape
     cost, rows, row = 0.0, 0.0, np.empty(n_moves)
     for a in range(n_rows):

@@ -98,7 +98,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Point:
-    """A dual point of a step and what follows from it."""
+    """A dual point of a step, with the quantities computed from it."""
 
     u: Tensor
     psi: Tensor
@@ -117,8 +117,7 @@ class _Point:
 
 
 def _noise(problem: Problem) -> Tensor:
-    """Size of the terms of a dual whose sums cancel, to which its rounding error is
-    proportional."""
+    """The size of the terms whose sum is the dual, to which its rounding error is proportional."""
     size = dot(problem.columns.target.abs(), problem.x)
     cancels = problem.columns.linear or not problem.exact
     return size if cancels else torch.zeros_like(size)
@@ -131,8 +130,8 @@ def _range(values: Tensor) -> Tensor:
 
 
 def _project_rows(score: Tensor) -> Tensor:
-    """Rows projected onto the simplex: Newton's method for the threshold, from the left, where it
-    is monotone."""
+    """Project rows onto the simplex: Newton's method for the threshold, from the left, where it is
+    monotone."""
     level = score.amax(2, keepdim=True) - 1
     used = torch.zeros_like(level)
     for _ in range(score.shape[2]):
@@ -270,7 +269,7 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
 def _ascend(
     problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
 ) -> tuple[_Point, Tensor]:
-    """A backtracking step; also returns which images moved at all."""
+    """Take a backtracking step. Also returns which images moved."""
     # Stop where psi reaches 0: beyond it another set of variables is free.
     stops = (d_psi < 0) & (at.psi > 0)
     length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
@@ -292,7 +291,7 @@ def _ascend(
 
 
 def _repair(problem: Problem, share: Tensor, index: Tensor, best: Best) -> None:
-    """Repair plans and keep those that are better."""
+    """Repair plans, and keep those that are better than the best so far."""
     x, moves = problem.x, problem.moves
     total = share.sum(2, keepdim=True)
     share = torch.where((total > 0.5) & (total < 2), share / total, moves.stay().to(x.dtype))

@@ -84,7 +84,7 @@ def load(
 
 
 class NotKnown(ValueError):
-    """The graph has something that is not supported with PyTorch."""
+    """The graph uses an operator that is not supported in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,13 @@ def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
 
 
 class _Classifier(nn.Module):
-    """What both engines share: images as the graph takes them, and as many at a time."""
+    """Base class of both engines: converts images to the layout and batch size that the graph
+    expects."""
 
     ends: Ends
 
     def _run(self, x: Tensor) -> Tensor:
-        """The output for images as the graph takes them."""
+        """The output for images in the layout of the graph."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ class OnnxModel(_Classifier):
         return self.graph({self.ends.input: x})[0]
 
     def _leave_out_softmax(self) -> None:
-        """Take the logits of a graph that ends in a softmax over the classes."""
+        """Drop a final softmax over the classes, so that the output is logits."""
         makers = {name: node for node in self.graph.nodes for name in node.outputs}
         last = makers.get(self.ends.output)
         while last is not None and last.kind == "Identity":
@@ -247,11 +248,9 @@ class OnnxModel(_Classifier):
 
     @torch.no_grad()
     def _free_batch(self) -> None:
-        """Let a graph exported for a fixed batch size take any batch size, if its outputs show that
-        it can.
-
-        A shape that was written down as a number often prevents it: those of ``Reshape`` are freed.
-        """
+        """Let a graph that was exported for a fixed batch size take any batch size, if its outputs
+        show that it can. The usual obstacle is a shape stored as a number: the shapes of
+        ``Reshape`` are freed."""
         batch, shape = self.ends.batch, self.ends.shape
         if batch is None or None in shape:
             return
@@ -277,8 +276,8 @@ class OnnxModel(_Classifier):
 
 
 class ForwardOnly(_Classifier):
-    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box
-    attacks serve."""
+    """An ONNX graph in ONNX Runtime. It supports every operator but has no gradients, so only
+    black-box attacks can be used."""
 
     fingerprint: Tensor
 

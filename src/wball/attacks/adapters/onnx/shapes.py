@@ -16,7 +16,8 @@ from wball.attacks.adapters.onnx.table import TYPES, numbers, operator, together
 
 
 def constant(value: Any) -> Tensor:
-    """A tensor of a file. NumPy has no bfloat16 of its own, so that goes through float32."""
+    """Convert a stored tensor to PyTorch. NumPy has no bfloat16, so that type is converted through
+    float32."""
     array = numpy_helper.to_array(value)
     if value.data_type not in TYPES:
         raise ValueError(f"tensor {value.name!r} has a type that is not known here, {array.dtype}")

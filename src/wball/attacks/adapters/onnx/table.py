@@ -50,7 +50,7 @@ OPERATORS: dict[str, Function] = {}
 
 
 def operator(*kinds: str) -> Callable[[Function], Function]:
-    """Enter a function into the table, under one name or several."""
+    """Register a function as the implementation of one or more operators."""
 
     def enter(run: Function) -> Function:
         OPERATORS.update(dict.fromkeys(kinds, run))
@@ -120,7 +120,8 @@ def numbers(value: Tensor | None) -> list[int]:
 
 
 def together(*values: Tensor) -> list[Tensor]:
-    """Tensors on one device: constants and shapes stay on the CPU until they meet images."""
+    """Move tensors to one device: constants and shapes are on the CPU until they are combined with
+    images."""
     where = next((v.device for v in values if v.device.type != "cpu"), None)
     # Numbers without axes may stay where they are.
     return list(values) if where is None else [v.to(where) if v.ndim else v for v in values]
