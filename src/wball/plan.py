@@ -38,7 +38,7 @@ class StoredPlan(ABC):
         """The mass on each move, ``(B, C, K, H, W)``."""
 
     def written(self) -> Plan:
-        """The plan with one number per move, as a :class:`Plan`."""
+        """The plan written out with one number per move, as a :class:`Plan`."""
         arcs = self.arcs()
         return Plan(self.moves.like(arcs), arcs)
 
@@ -65,14 +65,14 @@ class StoredPlan(ABC):
         return self.with_tensors([tensor[index] for tensor in self.tensors()])
 
     def put(self: AnyPlan, index: Tensor, part: AnyPlan) -> AnyPlan:
-        """These plans with those of the images at ``index`` replaced."""
+        """A copy with the plans of the images at ``index`` replaced."""
         pairs = zip(self.tensors(), part.tensors(), strict=True)
         return self.with_tensors(
             [mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs]
         )
 
     def where(self: AnyPlan, mask: Tensor, other: AnyPlan) -> AnyPlan:
-        """These plans for the images of the mask, those of ``other`` for the rest."""
+        """These plans where the mask is set, and those of ``other`` elsewhere."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return self.with_tensors(
             [
@@ -83,7 +83,7 @@ class StoredPlan(ABC):
 
     @staticmethod
     def joined(parts: Sequence[AnyPlan]) -> AnyPlan:
-        """The plans of several batches as one."""
+        """Concatenate the plans of several batches."""
         pieces = zip(*(part.tensors() for part in parts), strict=True)
         return parts[0].with_tensors([torch.cat(piece) for piece in pieces])
 
@@ -92,13 +92,13 @@ class StoredPlan(ABC):
         return [getattr(self, field.name) for field in fields(self) if field.name != "moves"]  # type: ignore[arg-type]
 
     def with_tensors(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
-        """Plans by the same moves with other tensors."""
+        """Plans with the same moves and other tensors."""
         return type(self)(self.moves, *tensors)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
 class FactoredPlan(StoredPlan):
-    r"""Plans in a few images each instead of one number per move.
+    r"""Plans stored as a few images each instead of one number per move.
 
     .. math::
         P_{ij} = scale \; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j
@@ -191,7 +191,7 @@ class FactoredPlan(StoredPlan):
 
 @dataclass(frozen=True)
 class Plan(StoredPlan):
-    """Plans written out.
+    """Plans with one number per move.
 
     Attributes:
         moves: which moves exist and what they cost.
@@ -283,14 +283,16 @@ class Plan(StoredPlan):
         return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
 
     def _sending_back(self, returned: Tensor) -> Plan:
-        """The plan with the mass ``returned`` (an arc tensor, zero for staying) staying instead."""
+        """The plan in which the mass ``returned`` (an arc tensor, zero for staying) stays where it
+        was."""
         stay = self.moves.stay()
         home = returned.sum(2, keepdim=True)
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow - returned))
 
 
 def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
-    """Fractions of ``first``, or else of ``everything``, that add up to ``amount``."""
+    """Fractions of ``first``, or of ``everything`` if that is not enough, that add up to
+    ``amount``."""
     tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
     enough = first >= amount
     rate = torch.where(enough, amount / first.clamp(min=tiny), none)

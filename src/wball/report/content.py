@@ -28,7 +28,7 @@ def make_content(
     evaluations: Sequence[Evaluation],
     requirements: Sequence[str | Requirement] = (),
 ) -> dict[str, Any]:
-    """The variables of ``template.html``; ``data`` is what the page's script gets.
+    """The variables of ``template.html``; ``data`` is passed to the script of the page.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.
     """
@@ -89,7 +89,7 @@ def _decision(
     names: Sequence[str],
     requirements: Sequence[str | Requirement],
 ) -> dict[str, Any] | None:
-    """The banner: whether every evaluation meets every requirement, and each of them in a line."""
+    """The banner: whether every evaluation meets every requirement, with one line for each."""
     if not requirements:
         return None
     checks = [
@@ -107,7 +107,7 @@ def _decision(
 def _comparisons(
     evaluations: Sequence[Evaluation], names: Sequence[str], ranking: Ranking
 ) -> list[Comparison]:
-    """A paired test of each model and the next one in the ranking, on the same images."""
+    """Paired tests of each model with the next one in the ranking, on the same images."""
     if not (ranking.same_data and all(e.measured_at(ranking.reference) for e in evaluations)):
         return []
     pairs = zip(itertools.pairwise(evaluations), itertools.pairwise(names), strict=True)
@@ -117,7 +117,7 @@ def _comparisons(
 
 
 def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Names of the models; the second of the same name gets a number."""
+    """Unique names of the models: a repeated name gets a number."""
     seen: dict[str, int] = {}
     names = []
     for e in evaluations:
@@ -239,7 +239,7 @@ def _percent(part: float) -> float:
 
 
 def _shows_images(e: Evaluation) -> bool:
-    """Whether there are images to show; histograms are not."""
+    """Whether there are images to show; histograms are not shown."""
     return "original" in e.exhibit and e.exhibit["original"].ndim == 4
 
 

@@ -20,7 +20,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """One model.
+    """One model in the ranking.
 
     Attributes:
         place: rank of the model, ``None`` if there are doubts about its evaluation.
@@ -153,5 +153,5 @@ def _row(
 
 
 def _cell(text: str) -> str:
-    """Text that spreadsheets do not read as a formula."""
+    """Escape text that spreadsheets would read as a formula."""
     return f"'{text}" if text[:1] in "=+-@\t\r" else text

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def table(evaluation: Evaluation) -> Table:
-    """The accuracies for a terminal."""
+    """A table of the accuracies, for a terminal."""
     from rich.markup import escape
     from rich.table import Table
 

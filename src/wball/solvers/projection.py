@@ -101,7 +101,8 @@ def project(
 def _project(
     problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
-    """Newton's method; with entropy, sweeps and Newton steps of images that they leave unsolved."""
+    """Project by Newton's method; with entropy, by sweeps, with Newton steps for the images that
+    they leave unsolved."""
     if effort.exact or isinstance(problem.cost, DenseCost):  # sweeps over a matrix are slow
         return _by_newton(problem, w, effort, init)
     found = _swept(problem, w, effort, init)

@@ -6,7 +6,7 @@ import unicodedata
 
 
 def file_name(name: str) -> str:
-    """A file name of letters, digits, ``-``, ``_`` and ``.``, without folders and not hidden.
+    """A safe file name of letters, digits, ``-``, ``_`` and ``.``, without folders and not hidden.
 
     >>> file_name("../a b"), file_name("")
     ('a-b', 'unnamed')

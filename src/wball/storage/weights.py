@@ -166,7 +166,8 @@ def _state_dicts(content: Any) -> Iterator[StateDict]:
 
 
 def _match(found: StateDict, wanted: StateDict) -> StateDict:
-    """``found`` under the names of ``wanted`` if they differ in prefixes only; else ``found``."""
+    """Rename the entries of ``found`` to those of ``wanted`` if the names differ only in
+    prefixes."""
     mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
     if mine.keys() == theirs.keys() or set(mine.values()) != set(theirs.values()):
         return found
@@ -198,6 +199,7 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
 
 
 def _complaint(found: StateDict, wanted: StateDict) -> str:
+    """The error message about missing, unexpected and differently shaped tensors."""
     missing = [key for key in _essential(wanted) if key not in found]
     unexpected = [key for key in _essential(found) if key not in wanted]
     shapes = [
@@ -222,7 +224,7 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
 
 
 def _kind(value: Tensor) -> tuple[torch.layout, bool]:
-    """Tensors of different kinds cannot be converted without loss."""
+    """The kind of a tensor's dtype: different kinds cannot be converted without loss."""
     return value.layout, value.is_floating_point()
 
 

@@ -85,7 +85,7 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Loss:
-    """The labels of the cross-entropy of adversarial images, or of clean ones without an adversary.
+    """Labels of the cross-entropy on adversarial images, or on clean images without an adversary.
 
     Attributes:
         label_smoothing: share of the uniform distribution in the labels.
@@ -142,7 +142,8 @@ class RadiusSchedule:
 
 @dataclass(frozen=True)
 class Smooth(RadiusSchedule):
-    r"""Robustness to first order: moving mass along the gradient of the margin must not pay.
+    r"""First-order robustness: moving mass along the gradient of the margin must not help the
+    attacker.
 
     .. math::
         CE\big(f(z) + S\, 1_{k \ne y},\; y\big), \qquad

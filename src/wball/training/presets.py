@@ -257,7 +257,7 @@ _PRESETS = {
 
 
 def presets() -> list[str]:
-    """The names :func:`preset` knows.
+    """The names of all presets.
 
     >>> "mnist-adversarial-paper" in presets()
     True
@@ -266,7 +266,7 @@ def presets() -> list[str]:
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
-    """The recipe of that name; ``changes`` replace its top-level settings.
+    """The preset of that name; ``changes`` replace its top-level settings.
 
     >>> preset("mnist-standard", epochs=2).epochs
     2
@@ -277,7 +277,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
 
 
 def override(settings: Settings, path: str, value: Any) -> Settings:
-    """The settings with one of them, at any depth, replaced.
+    """A copy of the settings with one value, at any depth, replaced.
 
     >>> override(preset("mnist-adversarial"), "adversary.attack.ball.eps", 0.5).adversary.eps
     0.5

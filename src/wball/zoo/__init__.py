@@ -25,7 +25,7 @@ __all__ = ["PublicModel", "list_models", "load_model", "model_card", "public_mod
 
 
 def list_models() -> list[str]:
-    """The models that come with the package; :func:`public_models` are fetched.
+    """The names of the bundled models; :func:`public_models` are downloaded instead.
 
     >>> "mnist-standard" in list_models()
     True
@@ -37,7 +37,7 @@ def list_models() -> list[str]:
 
 
 def model_card(name: str) -> dict[str, Any]:
-    """What is known about a model: architecture, data set, training; of public ones also authors,
+    """The card of a model: architecture, data set and training; for public models also authors,
     source and licence.
 
     >>> model_card("mnist-standard")["architecture"]
@@ -65,7 +65,7 @@ def model_card(name: str) -> dict[str, Any]:
 def load_model(
     name: str, *, root: str | os.PathLike[str] | None = None, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """A trained model, in evaluation mode: images in [0, 1] in, logits out.
+    """Load a trained model in evaluation mode. It maps images in [0, 1] to logits.
 
     A public model is downloaded from its authors' repository on first use, checked, and kept in
     ``root`` (default: the folder that ``WBALL_MODELS`` names, or the user's cache). Nothing in its

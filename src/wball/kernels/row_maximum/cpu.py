@@ -31,8 +31,8 @@ class _Rows(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Where mass can go: the listed moves, each with its ring; what a move of a ring and of a tier
-    costs; how wide the tiers are, and the mass beyond the patches."""
+    """Where mass can go: the listed moves with their rings, the costs of rings and tiers, the
+    widths of the tiers, and the mass beyond the patches."""
 
     shifts: Any
     ring: Any
@@ -44,7 +44,8 @@ class _Ways(NamedTuple):
 
 
 class _Effort(NamedTuple):
-    """The cheapest move, which the first price is measured by, and steps of the search."""
+    """The smallest cost of a move, which sets the scale of the first price, and the steps of the
+    search."""
 
     step: float
     rounds: int
@@ -61,7 +62,7 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 
 
 def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
-    """Rows that nothing charges: their options are listed here, row by row."""
+    """Maxima of rows without charges, whose options are listed here, row by row."""
     away = [m for m in problem.moves if m[:2] != (0, 0)]
     costs = sorted({d for *_, d in away})
     shifts = np.array([m[:2] for m in away], dtype=np.int64).reshape(-1, 2)
@@ -102,7 +103,7 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 
 
 def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tensor]:
-    """Rows with charges or box prices, whose options are listed already."""
+    """Maxima of rows with charges or box prices, whose options are already listed."""
     count, channels, options = field.worth.shape[:3]
     given = tuple(
         t.detach().to(torch.float64).contiguous().numpy()
@@ -153,7 +154,7 @@ def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore
 
 @compiled(inner=True, fastmath=FAST)
 def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
-    """The largest value within ``reach`` rows and columns, in place."""
+    """Replace each value by the largest one within ``reach`` rows and columns, in place."""
     for r in range(height):
         for c in range(width):
             spare[r * width + c] = maps[r * width + c]
