@@ -150,7 +150,7 @@ def fetch_file(
     for url in urls:
         try:
             resumed = _transfer(url, part, progress, timeout)
-            # The first part may be that of another file.
+            # The partial file may belong to a different file.
             if resumed and _digest(part, digest) != digest:
                 part.unlink()
                 _transfer(url, part, progress, timeout)

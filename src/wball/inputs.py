@@ -45,7 +45,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
                 f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
             )
         return eps
-    if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # an array of numpy, say
+    if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # such as a NumPy array
         return check_eps(torch.as_tensor(eps, dtype=torch.float64))
     try:
         value = float(eps)

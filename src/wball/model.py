@@ -42,7 +42,7 @@ def ask(model: Model, x: Tensor) -> Tensor:
     own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
     logits = read_logits(model, x.to(own, copy=True))
     if logits.is_inference() and not torch.is_inference_mode_enabled():
-        logits = logits.clone()  # nothing may be computed with it otherwise that has a gradient
+        logits = logits.clone()  # inference tensors cannot carry gradients
     return logits.to(torch.promote_types(logits.dtype, x.dtype))
 
 
@@ -77,7 +77,7 @@ def find_logits(output: Any, batch: int) -> Tensor:
     inside = list(output) if isinstance(output, (tuple, list)) else list(fields.values())
     tensors = [v for v in inside if isinstance(v, Tensor) and v.is_floating_point()]
     scores = [v for v in tensors if v.ndim == 2 and v.shape[0] == batch]
-    # Of several outputs of one width (auxiliary classifiers) the first one is the model's.
+    # Of several outputs of equal width (auxiliary classifiers), the first is the model's.
     if scores and len({v.shape for v in scores}) == 1:
         return scores[0]
     held = [repr(name) for name in fields] or [_kind(v) for v in inside]
@@ -174,7 +174,7 @@ class _Lent(Generic[Thing]):
         self._lock = threading.Lock()
         self._found: dict[
             object, tuple[Thing, Any]
-        ] = {}  # keeps the thing alive, so that no id is used twice
+        ] = {}  # keeps the object alive, so that its id is not reused
         self._users: Counter[object] = Counter()
 
     def found(self, thing: Thing) -> Any:
@@ -185,8 +185,8 @@ class _Lent(Generic[Thing]):
 
     @contextmanager
     def __call__(self, things: Sequence[Thing], value: Any = None) -> Iterator[None]:
-        """The things with ``value`` (``None``: as they are), and as they were found after the last
-        of these calls."""
+        """Set the settings to ``value`` (``None``: leave them) inside the context. The last call to
+        leave restores them."""
         with self._lock:
             for thing in things:
                 self._found.setdefault(self._key(thing), (thing, self._read(thing)))
@@ -326,7 +326,7 @@ def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> T
         return success
     with full_precision():
         again = ask(model, z)
-    # The float64 copy of a model with random answers draws other numbers.
+    # The float64 copy of a random model draws different numbers.
     holds |= answers_differ(logits, again)[claimed]
     success[claimed] = holds
     return success
@@ -349,5 +349,5 @@ def _double(model: Model) -> nn.Module | None:
         if floating == {torch.float32}:
             with suppress(Exception):  # not every module can be copied
                 double = copy.deepcopy(model).double()
-        held = _doubles[id(model)] = model, double  # another thread may drop it at once
+        held = _doubles[id(model)] = model, double  # another thread may delete it at any time
     return held[1]

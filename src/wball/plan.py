@@ -267,10 +267,10 @@ class Plan(StoredPlan):
             if not bool((over | under).any()):
                 return plan
             moved = torch.where(stay, zero, plan.flow)
-            # The last sweeps return more than the excess, so that mass does not circulate for ever.
+            # The last sweeps return more than the excess, so that mass does not circulate forever.
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
-            # Return mass first to pixels with room, recall it first from pixels with plenty.
+            # Return mass first to pixels with room, and recall it first from pixels with a surplus.
             room = torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2))
             rate, rest = _rates(excess, plan.moves.scatter(room), plan.moves.scatter(moved))
             back = room * plan.moves.gather(rate) + moved * plan.moves.gather(rest)

@@ -95,7 +95,7 @@ def bar(
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    # Text that overwrites itself needs no widgets, which a notebook may not have.
+    # Text that overwrites itself needs no widgets, which may not be installed.
     console = Console(stderr=True, force_jupyter=False, force_terminal=notebook or None)
     with Progress(*columns, console=console, transient=console.is_terminal) as display:
         made = Bar(display, display.add_task(escape(title), total=total))

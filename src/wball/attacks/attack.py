@@ -383,7 +383,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         proof = best.proof.put(where, found.proof.take(better))
     status = list(best.status)
     for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
-        # One attack with a gradient is enough to say that the image survived.
+        # One attack with a gradient suffices to call the image a survivor.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
     names = ["images", "success", "distance", "loss", "radius"]

@@ -381,7 +381,7 @@ class AttackBatch:
         if self.until_success:
             better = better & ~best.success
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        # By how many rather than how many: the same number at every step can be recorded.
+        # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),

@@ -97,7 +97,7 @@ class DecisionSearch(BlackBoxSearch):
         asked = into_box(state.wrong + size * noise, state.ball.box)
         answers = torch.stack([batch.succeeds(copy) for copy in asked]).to(state.x)
         often = answers.mean(0)
-        # Near the boundary little noise hears both answers, and much noise none but "wrong".
+        # Near the boundary, small noise meets both labels, and large noise only wrong ones.
         one_sided = (often < 0.2) | (often > 0.8)
         low, high = state.ball.box or (0.0, 1.0)
         most = NOISE * (high - low)

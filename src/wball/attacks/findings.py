@@ -72,7 +72,7 @@ CODES: dict[str, Code] = {
         tolerated=0.01,
         fewest=2,  # one in thousands lies on the boundary by accident
     ),
-    # good to know
+    # notes
     "stand-in-gradients": Code(
         "the model's own gradients do not predict what it does; those of smooth stand-ins, or from behind what hides "
         "them, were used on {images} of {of} images",

@@ -121,7 +121,7 @@ def minimal_radius(
         radius[found], images[found] = distance, nearer
         missed = todo[~success]
         failed[missed] = torch.maximum(failed[missed], eps[missed])
-        # An example may turn up below a radius that once failed.
+        # An example may be found below a radius at which the attack failed.
         failed = torch.where(radius < failed, 0.0, failed)
         open_interval = radius.isfinite() & (radius - failed > TOL * radius)
         todo = open_interval.nonzero().squeeze(1)

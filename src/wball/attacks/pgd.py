@@ -191,7 +191,7 @@ class PGD(GradientAttack):
             distance = distance_bound(ball, x, z)
         fused = self._fused(ball, x)
         proof: Plan | None = None
-        # The fused projection has no plans, nor has a point that is given or drawn.
+        # The fused projection has no plans, and neither has a given or random starting point.
         if self.proofs and fused is None and z is x and self.mode == "exact" and ball.has_plans:
             proof = batch.keep_proofs(Plan)
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)

@@ -47,7 +47,7 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
     if generator.device.type == "cuda":
         graph.register_generator_state(generator)
     free, total = torch.cuda.mem_get_info(device)
-    if free < total // 2:  # a recording cannot take over the memory that earlier work keeps
+    if free < total // 2:  # a recording cannot reuse memory that the allocator still caches
         torch.cuda.empty_cache()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
@@ -58,8 +58,8 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
             try:
                 graph.capture_end()
             except RuntimeError:
-                # The function has spoilt the recording. Unless it is ended, the allocator never
-                # again gives memory back, and random generators refuse to be used.
+                # The function broke the recording. It must be ended, or the allocator never frees
+                # memory again and random generators cannot be used.
                 torch._C._cuda_endAllocateToPool(here.device.index, pool)
                 torch._C._cuda_releasePool(here.device.index, pool)
                 for one in (torch.cuda.default_generators[here.device.index], generator):
@@ -112,7 +112,7 @@ class Recording:
     def record(self, device: torch.device) -> Replay:
         """Record the step that was run, and return its replay."""
         generator = self._generator
-        # What a step replaces gets a buffer; the rest is read where it lies.
+        # Tensors that a step replaces get a buffer; others are read in place.
         first = list[Tensor]()
         for slot, old in zip(self._owned, self._before, strict=True):
             new = _tensors(getattr(*slot))
@@ -146,8 +146,7 @@ class Recording:
         self._step()
         owned = {t.untyped_storage().data_ptr() for t in self._buffers}
         made = [t for (slot, _) in self._slots for t in _tensors(getattr(*slot))]
-        # What was in one buffer may have gone to another: it is saved before the first is
-        # overwritten.
+        # A step may move the content of one buffer to another: copy it before overwriting any.
         self._load([t.clone() if t.untyped_storage().data_ptr() in owned else t for t in made])
         self._hold()
 
@@ -188,7 +187,7 @@ def recorded(
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        # Torch's own words on full memory differ each time, so that all of them would be shown.
+        # PyTorch's out-of-memory messages differ each time, so each of them would be shown.
         full = isinstance(error, torch.OutOfMemoryError)
         why = "the GPU's memory is full" if full else str(error)
         said = f"the attack is not replayed as a CUDA graph, which is slower: {why}"

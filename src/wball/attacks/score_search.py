@@ -229,7 +229,7 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)
     gram = torch.einsum("bnd,bmd->bnm", moved, moved).to(torch.float64)
     gram = gram + RIDGE * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram).L  # asks the device for nothing
+    factor = torch.linalg.cholesky_ex(gram).L  # needs no synchronisation
     weights = torch.cholesky_solve(wrong.to(torch.float64), factor).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
 

@@ -305,7 +305,7 @@ class Smoothed:
 
         def pull(gradient: Tensor) -> Tensor:
             total = torch.zeros_like(x)
-            for noise in every:  # one after the other: only one pass is in memory
+            for noise in every:  # one at a time, so that only one pass is in memory
                 with torch.enable_grad():
                     image = x.detach().clone().requires_grad_(True)
                     noisy = ask(self.model, into_box(image + noise, self.box))

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--verbose" in line:  # an option of all commands: it may follow the command's name
         line.insert(0, line.pop(line.index("--verbose")))
     try:
-        import typer  # here, so that an interruption of the imports is reported, too
+        import typer  # here, so that an interrupted import is reported as well
 
         # typer may bring its own copy of click: its exported exception leads to the base class.
         usage: type[Exception] = typer.BadParameter.__mro__[2]
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.code or 0
         return _fail(str(done.code), BAD_INPUT)
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
-        if not _signals:  # commands import, too
+        if not _signals:  # commands import modules as well
             return _fail(*_sorted(error))
         code = INTERRUPTED
     if code == INTERRUPTED:
@@ -86,7 +86,7 @@ def entry() -> None:
         signal.signal(signal.SIGTERM, _interrupt)
     code = main()
     if code == INTERRUPTED:
-        # Python would end by SIGINT instead of this code if the signal met a callback from C.
+        # If the signal arrived in a C callback, Python would exit by SIGINT, not with this code.
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -126,7 +126,7 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
             return torch.jit.load(str(path), map_location="cpu")
     except (typer.BadParameter, ImportError, MemoryError):
         raise
-    except Exception as error:  # parsers of three formats, each with exceptions of its own
+    except Exception as error:  # parsers of three formats, each with its own exceptions
         raise typer.BadParameter(f"{path} cannot be read as a model: {said(error)}") from error
     from wball.storage.weights import load_weights, read_weights
 
@@ -225,7 +225,7 @@ def find(spec: str) -> Any:
         loaded = _imported_file(Path(module), spec)
     else:
         if "" not in sys.path:
-            sys.path.insert(0, "")  # as `python -m` does: modules beside the user
+            sys.path.insert(0, "")  # as `python -m` does: modules in the current folder
         try:
             loaded = importlib.import_module(module)
         except (Exception, SystemExit) as error:

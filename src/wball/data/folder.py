@@ -248,7 +248,7 @@ def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
 
     try:
         with Image.open(path, formats=formats) as opened:
-            known = opened.mode not in ("I", "F")  # Pillow would cut off what is above 255
+            known = opened.mode not in ("I", "F")  # Pillow would clip values above 255
             wide = opened.mode.startswith("I;16")
             image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
             image = image.convert("L" if grey else "RGB")

@@ -444,7 +444,7 @@ def _alike(old: Any, new: Any) -> bool:
 def clear(folder: Path, results: bool = True) -> None:
     """Remove the batches; with ``results``, everything that an evaluation wrote."""
     batches = folder / BATCHES
-    if batches.is_symlink():  # what it points to is not ours
+    if batches.is_symlink():  # the target of a link is not removed
         batches.unlink()
     elif batches.exists():
         shutil.rmtree(batches)

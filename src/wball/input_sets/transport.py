@@ -431,8 +431,7 @@ class TransportSet(InputSet):
     def take(self, index: Tensor) -> TransportSet:
         cost, box, plans = self._given
         part = TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
-        # Anchors list gains pixel by pixel, in the order of the whole batch: a part must not pack
-        # its pixels anew.
+        # Anchors list gains by pixel in the order of the whole batch, so a part keeps that order.
         part.active = None if self.active is None else self.active[index]
         part._held = self._held[index]
         return part
@@ -444,7 +443,7 @@ class TransportSet(InputSet):
         if self.far is None or reach == self._reach:
             return self
         finer = TransportSet(self._x, cost, self.budget, box, plans, reach)
-        finer.active, finer._held = self.active, self._held  # equal masses have no order
+        finer.active, finer._held = self.active, self._held  # ties have no fixed order
         return finer
 
     @property

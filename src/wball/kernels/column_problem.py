@@ -325,7 +325,7 @@ class Problem:
 
     def repaired(self, plan: Plan) -> Plan:
         """A feasible plan near a plan of these rows."""
-        # Opposite flows are waste, but the entropy asks for them.
+        # Opposite flows waste budget, but the entropy requires them.
         plan = plan.cancelled() if self.exact else plan
         return plan.repair(self.budget, (self.columns.lo, self.columns.hi) if self.boxed else None)
 
@@ -369,7 +369,7 @@ class Problem:
         """The gap at which an image counts as solved; ``index`` says where in ``best`` these images
         are."""
         limits, primal = self.tolerance, best.primal[index]
-        if self.exact:  # the parts are one then, and no more than the whole
+        if self.exact:  # without entropy both sizes are equal
             return torch.add(limits.floor, (primal + limits.offset).abs(), alpha=limits.tol)
         entropy = self.entropy(best.flow[index])
         size = (primal - entropy + limits.offset).abs()

@@ -139,7 +139,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
     """Return excess along the moves it came by, and recall mass of drained pixels:
     ``Plan.repair``."""
     n_rows, n_moves = flow.shape
-    # Where every pixel is full, a rest of the size of rounding errors cannot be removed.
+    # If every pixel is full, an excess of the size of rounding errors cannot be removed.
     rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
     easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
@@ -199,7 +199,7 @@ def repaired(p, share, sweeps, flow, z):  # type: ignore[no-untyped-def]
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             flow[a, k] = p.mass[a] * share[a, k]
-    if p.tau == 0.0:  # opposite flows are waste, but the entropy asks for them
+    if p.tau == 0.0:  # opposite flows waste budget, but the entropy requires them
         cancel(p, flow)
     if p.hi < math.inf or p.lo > 0.0:
         into_box(p, flow, sweeps, z)

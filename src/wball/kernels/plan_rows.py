@@ -82,7 +82,7 @@ class PlanRows:
             low, high = torch.where(inside, low, psi), torch.where(inside, psi, high)
             logarithm = torch.log(cost / (budget * (1 - precise / 2)))
             step = psi + (cost * logarithm / slope).to(psi.dtype)
-            step = step.clamp(min=0.0)  # not a number where nothing moves
+            step = step.clamp(min=0.0)  # NaN where nothing moves
             middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
             # Cap the step: a slope lost to underflow would make it huge.
             usable = (step > low) & (step < high) & (step < 100 * psi + 100)

@@ -11,7 +11,7 @@ scaling the moved mass by ``t`` scales that bound, and ``delta`` covers what rou
 flows (what it does to ``z`` is held back from the budget: ``TransportProblem.spendable``). The plan
 keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point, whatever ``b`` is.
 
-Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for
+Cancelling makes the point cheaper than the requested plan, so the next plan is requested
 at a raw budget ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball
 allows. ``psi``, the box potentials and ``kappa`` are carried from call to call: an attack changes
 its potentials slowly.
@@ -55,7 +55,7 @@ class OraclePoint:
             bound of the distance.
         scale: ``t`` above; below 1, the plan had to be scaled down to fit.
         kernel: which implementation computed it.
-        proof: that plan, for whoever wants to check; ``None`` where it is not known.
+        proof: that plan, as a proof of the distance; ``None`` if it is not known.
     """
 
     z: Tensor

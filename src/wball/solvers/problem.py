@@ -100,8 +100,8 @@ class TransportProblem:
         of the mass is in wrong pixels: half of the deviation is excess in some pixels, the other
         half is missing in others. One move per unit of mass, at most the most expensive one,
         corrects it. This is proved if every move is allowed. In a window it may take several moves,
-        see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
-        counts as :data:`SUMS` roundings.
+        see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and
+        each counts as :data:`SUMS` roundings.
         """
         x, numbers = self.x, torch.finfo(result_dtype(self.x))
         roundings *= SUMS if numbers.bits == 64 else 1
@@ -116,7 +116,7 @@ class TransportProblem:
         rounding.
         """
         if roundings * _largest_share(self.cost, self.x) <= ROUNDING_SHARE * self.least:
-            return self.budget  # without a look at the images
+            return self.budget  # without reading the images
         held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
         return (self.budget - held).clamp(min=0)
 
@@ -130,7 +130,7 @@ def as_images(values: Tensor) -> Tensor:
     """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but
     at least float32."""
     grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
-    return grid.to(result_dtype(values)).contiguous()  # compiled loops walk over it
+    return grid.to(result_dtype(values)).contiguous()  # compiled loops need contiguous memory
 
 
 def as_grid(values: Tensor) -> Tensor:

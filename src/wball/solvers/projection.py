@@ -127,7 +127,7 @@ def _swept(
         u=u, psi=psi, tol=effort.tol, max_iter=SWEEPS, factors=True,
     ))  # fmt: skip
     gap, solved = answer.gap, answer.gap <= answer.allowed
-    if spend is not budget:  # something is held back
+    if spend is not budget:  # some budget is held back for rounding
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
         solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
     # The kernel treats a ball without budget as one point, even if moves are free.

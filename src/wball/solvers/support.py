@@ -100,7 +100,7 @@ def _solved(
     value, weight = dot_and_size(direction, reached)
     upper, done = torch.maximum(-size * best.hard, value), goal.done(best)
     if exact:
-        # Sums over images of denormal mass may round to 0: check the gap of what is returned.
+        # Sums over images of denormal mass may round to 0: check the gap of the returned point.
         heft = size * most
         allowed = torch.add(torch.addcmul(value, size, still, value=-1).abs(), heft, alpha=1e-2)
         rounding = 0.5 * torch.finfo(point.dtype).eps + 1e-12

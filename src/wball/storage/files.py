@@ -69,7 +69,7 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself must reach the disk, too
+    if os.name == "posix":  # the rename itself must reach the disk as well
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

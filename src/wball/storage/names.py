@@ -27,6 +27,6 @@ def printable(text: str) -> str:
 
 
 def _harmless(c: str) -> bool:
-    # Cc: control, Cf: format (direction of writing among them), Cs: stand-ins for bytes that are
-    # not text.
+    # Cc: control, Cf: format (such as the direction of writing), Cs: surrogates for undecodable
+    # bytes.
     return c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Zl", "Zp")

@@ -114,7 +114,7 @@ def read_weights(path: Path) -> Any:
     if path.suffix.lower() == ".safetensors":
         with _safetensors(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs write none
+            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs do not write one
         if checksum is not None and checksum != tensor_checksum(tensors):
             raise ValueError(f"{path} is damaged: the weights do not have their checksum")
         return tensors
@@ -124,7 +124,7 @@ def read_weights(path: Path) -> Any:
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make it raise anything
+    except Exception as error:  # a damaged file can raise any exception
         # torch's message advises to disable the protection, so it is not passed on.
         if isinstance(error, pickle.UnpicklingError) and (
             refused := re.search(r"GLOBAL ([\w.]+)", str(error))

@@ -429,7 +429,7 @@ class _Run:
             },
         }
 
-    # ---- ends
+    # ---- start and end
 
     @contextmanager
     def opened(self, x: Tensor, y: Tensor, init: str | None) -> Iterator[None]:

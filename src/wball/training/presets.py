@@ -175,7 +175,7 @@ CIFAR10_ADVERSARIAL = TrainConfig(
     batch_size=512,
     augment=4,
     flip=True,
-    cutout=16,  # without it training images are learnt by heart, and their radii grow for nothing
+    cutout=16,  # without it the network memorises training images, and their radii grow too far
     optimisation=Optimisation(
         lr=0.05,
         weight_decay=1e-3,
@@ -298,7 +298,7 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     changed = (
         override(inner, rest, value) if rest else tuple(value) if isinstance(value, list) else value
     )
-    # Any text would count as true.
+    # A non-empty string would count as true.
     if not rest and isinstance(inner, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     allowed = type(value) in (int, float) or (value is None and "None" in known[name])

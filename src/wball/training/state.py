@@ -76,7 +76,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )
-    # In the layout of their parameters, which files do not keep and fused optimizers insist on.
+    # In the memory layout of the parameters, which files do not keep and fused optimizers require.
     for parameter, entry in optimizer.state.items():
         for name, value in entry.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

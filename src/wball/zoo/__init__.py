@@ -74,7 +74,7 @@ def load_model(
     >>> load_model("mnist-standard")(torch.zeros(1, 1, 28, 28)).shape
     torch.Size([1, 10])
     """
-    with torch.device("cpu"):  # whatever the default is: the weights are read there
+    with torch.device("cpu"):  # regardless of the default device: weights are read on the CPU
         model = build_model(model_card(name)["architecture"])
     if name in public_models():
         load_weights(model, public_models()[name].weights(root))

@@ -203,7 +203,7 @@ def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
     value found and its bracket."""
     worth, stay, mass, fee, _, _ = options
     budget, high, still = aim.budget, 0.0, 0.0
-    for k in range(fee.shape[0]):  # a free move is as good as staying, at any price
+    for k in range(fee.shape[0]):  # a free move equals staying at any price
         if fee[k] == 0.0:
             for s in range(count):
                 stay[s] = max(stay[s], worth[k, s])
@@ -282,7 +282,7 @@ def _maxima(given, moves, rounds, start, stop, answer):  # type: ignore[no-untyp
     beyond = Beyond(np.empty(channels), np.empty((channels, 0)))
     for n in range(start, stop):
         a, x, budget = given.a[n], given.x[n], given.budget[n]
-        count = np.int64(0)  # a literal would be compiled for itself first
+        count = np.int64(0)  # a literal would trigger another compilation
         for c in range(channels):
             for r in range(height):
                 for k in range(width):

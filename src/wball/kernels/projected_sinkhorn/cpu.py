@@ -72,7 +72,7 @@ from wball.kernels.projected_sinkhorn.sweeps import (
     Z,
 )
 
-# The numbers of an image's answer.
+# Indices of the scalar results of an image.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
 
 
@@ -297,7 +297,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         flat = Flat(pad, n, shift, back, fee, ring[1])
         for i in spots:
             near += 0.5 * (flat_w[i] - flat_x[i]) ** 2
-        beyond = max(at_centre - near, 0.0)  # no mass gets there
+        beyond = max(at_centre - near, 0.0)  # no mass reaches these columns
         lines = PlanLines(
             work[MASS, : lit.size], work, RINGS, 0,
             work[NORM, : lit.size], work[SCRATCH, : lit.size], work[SPARE, : lit.size],
@@ -360,7 +360,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     break
                 sweeps.arrive(work, reached)
                 target = max(0.5 * target, LEAST * tol)
-            # Where to sweep from next.
+            # Starting point of the next sweep.
             misled = about > DOUBT * max(lowest, target * size)
             if misled:
                 bold *= LESS

@@ -72,7 +72,7 @@ class _Sweeps:
         out = torch.float64 if exact else problem.x.dtype
         z, potential, price = (part.to(out, copy=True) for part in (x, u, psi))
         cost, gap, residual, n_iter = centre.new_zeros((4, len(x)))
-        # The answer for balls of one point; the others are overwritten.
+        # The result for balls that contain only their centre; other images overwrite it.
         self.answer = ProjectedSinkhorn(
             z, cost, potential, price, centre + self.at_rest, gap, self.tol * centre,
             residual.to(out), n_iter.long(),
@@ -113,7 +113,7 @@ class _Sweeps:
         level = log_omega(s.w / tau + log_s - torch.log(tau)) + torch.log(tau)
         bound = level.clamp(min=math.log(self.lo) if self.lo > 0 else -math.inf)
         bound = bound.minimum(per_image(torch.log(self.hi - margin), s.x))
-        # The gap to expect after a repair, which sends mass outside the box back, unspent.
+        # The expected gap after a repair, which returns mass outside the box at no cost.
         kept, cost = columns.clamp(self.lo, self.hi), image_sums(rows.spent(torch.ones_like(s.x)))
         outside = settings.EXCESS * image_sums((columns - kept).abs())
         about = self._misfit(s, kept) - margin * pressed
@@ -122,7 +122,7 @@ class _Sweeps:
         s.size = self._size(s, columns, s.tau * (logs - s.price * cost))
         ready = (about <= s.target * s.size) | last
         left = self._offer(ready.nonzero()[:, 0], last, step) if bool(ready.any()) else None
-        # Where to sweep from next: a scaled step, then a conjugate one.
+        # Starting point of the next sweep: a scaled step, then a conjugate one.
         misled = about > settings.DOUBT * torch.maximum(s.lowest, s.target * s.size)
         s.lowest = torch.where(misled, about, torch.minimum(s.lowest, about))
         s.bold = torch.where(misled, settings.LESS * s.bold, s.bold)

@@ -45,10 +45,10 @@ def proximal_newton(
             idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
             narrow[active] = torch.minimum(rest, narrow[active])
             done |= idle[active] > settings.PATIENCE
-            if problem.columns.linear:  # only rounding is left
+            if problem.columns.linear:  # only rounding errors remain
                 off = end.gradient.flatten(1).norm(dim=1) * _range(end.u)
                 done |= solved & (rest + off <= 3e-13 * (end.dual.abs() + _noise(here)))
-            # The best plan may still be the centre: what this one reaches sets the allowed gap.
+            # The best plan may still be the centre: use this plan's objective for the allowed gap.
             limits, reached = here.tolerance, bounds[0] + rest
             near = limits.tol * (reached + limits.offset).abs() + limits.floor
             shown = done | (idle[active] == 1) | (rest <= settings.PROMISING * near)
@@ -206,7 +206,7 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
         solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
         if problem.exact and problem.columns.linear:
             solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
-            solved &= taken > 0  # or plans drift along prices that are never corrected
+            solved &= taken > 0  # otherwise plans drift along prices that are never corrected
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
@@ -249,7 +249,7 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
     q, q_psi = r / diagonal, r_psi / diagonal_psi
     size = dot(r, q) + r_psi * q_psi
     goal = method.cg_tol**2 * size
-    patience = 8 if size.is_cuda else 1  # a read from a GPU takes longer than a few steps
+    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps
     for k in range(1, settings.CG_MAX + 1):
         h, h_psi = apply(q, q_psi)
         curve = dot(q, h) + q_psi * h_psi
@@ -276,14 +276,14 @@ def _ascend(
     rounding = 1e-14 * (at.dual.abs() + _noise(problem))
     for _ in range(settings.HALVINGS):
         psi = at.psi + length * d_psi
-        psi = torch.where(psi > 1e-14 * at.psi, psi, 0.0)  # at 0, and not next to it
+        psi = torch.where(psi > 1e-14 * at.psi, psi, 0.0)  # exactly 0, despite rounding
         u = problem.columns.retract(at.u, at.come, at.u + per_image(length, d) * d)
         new = _evaluate(problem, step, u, psi)
         promised = dot(at.gradient, u - at.u) + at.slope * (psi - at.psi)
         ascends = new.dual >= at.dual + 1e-4 * promised - rounding
         if bool(ascends.all()):
             break
-        # Where a linear slope along the direction would vanish.
+        # The point at which a linear slope along the direction would vanish.
         rise, bend = promised / length, dot(new.gradient, d) + new.slope * d_psi
         fall = torch.where(bend < 0, rise / (rise - bend), 0.5).clamp(0.1, 0.5)
         length = torch.where(ascends, length, fall * length)

@@ -135,7 +135,7 @@ def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
     held = Options(options_held, stay_held, mass_held, fee, np.empty(BLOCK), np.empty(BLOCK))
     for n in range(start, stop):
-        count, whole = np.int64(0), True  # a literal would be compiled for itself first
+        count, whole = np.int64(0), True  # a literal would trigger another compilation
         for c in range(channels):
             for s in range(sources):
                 if mass[n, c, s] > 0.0:
@@ -149,7 +149,7 @@ def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore
         out[n], psi[n] = (
             found.value if whole else np.nan,
             found.psi,
-        )  # what is not a number is no bound
+        )  # NaN is not a bound
 
 
 @compiled(inner=True, fastmath=FAST)
@@ -190,7 +190,7 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
     for n in range(start, stop):
         picture = x[image[n]]
         top, left = corner[0, n] - around, corner[1, n] - around
-        count = np.int64(0)  # a literal would be compiled for itself first
+        count = np.int64(0)  # a literal would trigger another compilation
         for c in range(channels):
             for r in range(wide_rows):
                 there = top - reach + r

@@ -66,7 +66,7 @@ def load(
         proto = onnx.load(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"no ONNX file {path}") from None
-    except Exception as error:  # protobuf and files of weights have exceptions of their own
+    except Exception as error:  # protobuf and weight files raise their own exceptions
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{path} is not a complete ONNX file ({first}): export or download it again"
@@ -179,7 +179,7 @@ class _Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
-        if len(wanted) == 1 and x.ndim == 4:  # rows of a table, as scikit-learn's models take them
+        if len(wanted) == 1 and x.ndim == 4:  # rows of a table, the input of scikit-learn models
             x = x.flatten(1)
         if len(wanted) == x.ndim - 1 and any(
             w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)
@@ -197,7 +197,7 @@ class _Classifier(nn.Module):
         else:
             filled = torch.cat([x, x[-1:].expand(-len(x) % batch, *x.shape[1:])])
             found = torch.cat([self._run(part) for part in filled.split(batch)])[: len(x)]
-        # Convolutional heads answer (B, K, 1, 1).
+        # Convolutional heads return (B, K, 1, 1).
         return found.flatten(1) if found.ndim > 2 and found[0].numel() == found.shape[1] else found
 
 
@@ -300,7 +300,7 @@ class ForwardOnly(_Classifier):
             self._session: Any = onnxruntime.InferenceSession(
                 content, providers=onnxruntime.get_available_providers()
             )
-        except Exception as error:  # it has a class of its own for each kind of failure
+        except Exception as error:  # it has a separate exception for each kind of failure
             raise ValueError(
                 f"ONNX Runtime cannot run the model: {str(error).splitlines()[0]}"
             ) from error

@@ -140,7 +140,7 @@ def _slice(
     places, by = numbers(axes) or range(len(first)), numbers(steps) or [1] * len(first)
     for axis, start, end, step in zip(places, first, last, by, strict=True):
         axis, size = axis % x.ndim, x.shape[axis]
-        # Python reads negative numbers as ONNX does, but for an end before the first entry.
+        # Python reads negative numbers as ONNX does, except for an end before the first entry.
         stop = None if step < 0 and end < -size else end
         here = range(size)[slice(start, stop, step)]
         if step > 0:
