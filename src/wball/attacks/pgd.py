@@ -136,7 +136,7 @@ class PGD(GradientAttack):
         p: float | None = None,
         **changes: Any,
     ) -> PGD:
-        """The attack of the 2019 paper, threat model and all: sign steps of 0.1 and a growing
+        """The attack of the 2019 paper, including its threat model: sign steps of 0.1 and a growing
         radius.
 
         MNIST grows by 1.1 every 10 of 200 steps with lambda 1000; CIFAR-10 starts at 0.001 and

@@ -127,8 +127,8 @@ def masses(x: Tensor) -> Tensor:
 
 
 def as_images(values: Tensor) -> Tensor:
-    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but
-    at least float32."""
+    """Images ``(B, C, H, W)`` in at least float32; histograms ``(B, n)`` become ``(B, 1, 1,
+    n)``."""
     grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
     return grid.to(result_dtype(values)).contiguous()  # compiled loops need contiguous memory
 
