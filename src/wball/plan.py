@@ -258,6 +258,7 @@ class Plan(StoredPlan):
         return self.toward_centre(scale) if bool((scale < 1).any()) else self
 
     def _into_box(self, lo: float, hi: float) -> Plan:
+        """The plan with all columns inside the box, as far as the sweeps succeed."""
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
         stay = self.moves.stay()
         zero = torch.zeros_like(self.flow)

@@ -376,6 +376,7 @@ class AttackBatch:
             return logits
 
     def _consider(self, state: State, logits: Tensor, loss: Tensor) -> None:
+        """Update the best candidates where this one is better."""
         best, success, z = self._best, self.reached(logits), state.z.to(self.x.dtype)
         better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
         if self.until_success:

@@ -246,6 +246,7 @@ class PGD(GradientAttack):
         return EntropicProjection(problem, self.reg, **options)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
+        """The point after a gradient step, before the projection."""
         z = state.z
         if self.step == "wasserstein":
             ball = state.ball.at(0.1 if self.step_size is None else self.step_size)

@@ -178,6 +178,7 @@ class ScoreSearch(BlackBoxSearch):
     def _size(
         self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator
     ) -> Tensor:
+        """Choose the noise size of each image: the small one if scores change alike at both."""
         low, high = batch.ball.box or (0.0, 1.0)
         small, large = (size * (high - low) for size in NOISE)
         u = reachable * normal(batch.x, generator, self._looks)

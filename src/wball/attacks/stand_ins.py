@@ -171,6 +171,7 @@ class _Mode(TorchFunctionMode):
         return value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and attach a gradient to its result if it has none."""
         value = func(*args, **kwargs)
         if not isinstance(value, Tensor) or not args:
             return value
@@ -185,6 +186,7 @@ class _Mode(TorchFunctionMode):
 def _stand_in(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
 ) -> Tensor:
+    """Attach the gradient of a smooth stand-in to the result of a function, if there is one."""
     first = _shadow(args[0])
     if value.dtype == torch.bool and args[0].is_floating_point():
         gap = first - _shadow(args[1])

@@ -120,6 +120,8 @@ AUDITION = 16
 
 @dataclass(frozen=True)
 class _Member:
+    """Settings of one gradient attack of the ensemble."""
+
     objective: str
     step_size: float = 6.0
     steps: int = 100

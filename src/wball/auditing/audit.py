@@ -190,6 +190,7 @@ def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
 def _reason(
     finite: bool, mass: float, box: float, distance: float, eps: float, allowed: float
 ) -> str:
+    """The reason why an image is invalid, in words."""
     if not finite:
         return "NaN or infinite pixels"
     found = []

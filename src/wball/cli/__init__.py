@@ -113,6 +113,7 @@ def _warn(message: Warning | str, *_: Any) -> None:
 
 
 def _fail(message: str, code: int) -> int:
+    """Print an error, and return the exit code."""
     if os.environ.get("WBALL_DEBUG"):
         import traceback
 
@@ -128,6 +129,7 @@ def _one_line(text: str) -> str:
 
 
 def _usage(error: Exception) -> str:
+    """The message of a usage error, with the command's help."""
     message = getattr(error, "format_message", lambda: str(error))().rstrip(".")
     context = getattr(error, "ctx", None)
     return message if context is None else f"{message} (see `{context.command_path} --help`)"

@@ -111,6 +111,7 @@ def _built(architecture: str) -> nn.Module:
 
 
 def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
+    """Load a model file of any supported format."""
     if not path.is_file():
         raise typer.BadParameter(f"no model file {path}")
     try:
@@ -206,6 +207,7 @@ def _obvious_model(path: Path) -> Any:
 
 
 def _model_from(spec: str, value: Any) -> Any:
+    """The model that a Python object is or returns."""
     from torch import nn
 
     made = value if isinstance(value, nn.Module) else called(spec, value)
@@ -238,6 +240,7 @@ def find(spec: str) -> Any:
 
 
 def _imported_file(path: Path, spec: str) -> ModuleType:
+    """Import a Python file as a module."""
     if not path.is_file():
         raise typer.BadParameter(f"{spec}: there is no file {path}")
     try:

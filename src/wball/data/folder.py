@@ -113,6 +113,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def _cropped(path: Path, image: Any, side: int) -> Any:
+    """The centre of an image, a square of this side."""
     width, height = image.size
     if side > min(width, height):
         raise ValueError(
@@ -244,6 +245,7 @@ def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
 
 
 def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
+    """Decode an image as 8-bit RGB or grey; errors name the file."""
     from PIL import Image
 
     try:

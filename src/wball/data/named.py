@@ -272,6 +272,7 @@ def _idx_names(stem: str, ndim: int) -> list[str]:
 
 
 def _find(info: DatasetInfo, root: PathLike, names: Sequence[str]) -> Path:
+    """The first existing file of these names in the folders of a data set."""
     for folder in info.folders:
         for name in names:
             path = Path(root) / folder / name

@@ -133,6 +133,7 @@ class Batches:
         return slice(batch * self.size, (batch + 1) * self.size)
 
     def _compute(self, number: int, shown: Bar) -> None:
+        """Attack and certify one batch at all radii that are not stored yet."""
         batch = self._resume(number)
         shown.advance(batch.notes["done"] * len(batch.x))
         attack: Attack | None = None
@@ -215,6 +216,7 @@ class Batches:
             return self.attack.at(self.radii[-1]).prepared(self.model, batch.x, batch.y)
 
     def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
+        """Attack the unbroken images of a batch, and record the valid examples."""
         left = batch.unbroken()
         if left.numel() == 0:
             return

@@ -315,6 +315,7 @@ class Evaluation(Summarised):
         return [self._point(float(r)) for r in ([0.0, *self.radii] if radii is None else radii)]
 
     def _point(self, eps: float) -> CurvePoint:
+        """The accuracies at one radius."""
         accuracy, certified = self.accuracy_bound_at(eps), self.certified_at(eps)
         return CurvePoint(
             eps,

@@ -220,6 +220,7 @@ def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
 def _radii(
     radii: Sequence[float] | float | str | None, ball: Ball
 ) -> tuple[Literal["radii", "minimal"], list[float]]:
+    """Check the argument ``radii``. Returns the mode and the sorted radii."""
     minimal = isinstance(radii, str) and radii == "minimal"
     if radii is None or minimal:
         if isinstance(ball.eps, Tensor):
@@ -235,6 +236,7 @@ def _radii(
 
 
 def _attack(attack: Attack | Callable[..., Tensor] | str, ball: Ball) -> Attack:
+    """Check the argument ``attack``, and convert it to an attack."""
     if attack in ("standard", "fast"):
         version: Any = attack
         return StandardAttack(ball, version=version, check=False, progress=False)

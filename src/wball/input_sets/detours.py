@@ -52,7 +52,9 @@ class Detours:
         grid = F.pad(charges.unflatten(3, size), (radius,) * 4)
         cells = grid.shape[3] * grid.shape[4]
         there = _places(self.halfway, size, radius, charges.device)
-        first, second = _numbers(self.first, charges.device), _numbers(self.second, charges.device)
+        first, second = (
+            constant(part, torch.long, charges.device) for part in (self.first, self.second)
+        )
         later = (
             grid.flatten(2)
             .index_select(2, (second[:, None] * cells + there).flatten())
@@ -63,10 +65,10 @@ class Detours:
         return found + later + charges.index_select(2, first)
 
 
-@lru_cache(maxsize=64)
-def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy numbers to a device once: a copy to a GPU makes the host wait."""
-    return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,6 @@ that are two listed ones (:mod:`wball.input_sets.detours`), where all pixels are
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, InputSet, Plans
-from wball.input_sets.detours import Detours, detours
+from wball.input_sets.detours import Detours, constant, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
@@ -224,15 +223,14 @@ class TransportSet(InputSet):
         else:
             place = torch.arange(inner[0] * inner[1], device=padded.device)
         centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
-        shift = _constant(
-            tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device
-        )
+        shift = constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
         index = centre[..., None, :] + shift[:, None]
         if place.ndim == 1:
             return padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
         return padded.flatten(2).gather(2, index.flatten(2)).reshape(index.shape)
 
     def _mass(self, rows: Rows) -> Tensor:
+        """Mass of the sources of each row, ``(N, C, S)``."""
         dtype = rows.coeff.dtype
         if rows.corner is None:
             return self._held.to(dtype)[rows.image]
@@ -289,8 +287,8 @@ class TransportSet(InputSet):
             if rows.corner is not None:
                 elsewhere, prices = self._elsewhere(rows)
                 far = ends.flatten(2).amax(2).clamp(min=0)
-                away = _constant(prices, dtype, stay.device)
-        cost = _constant(tuple(costs), dtype, stay.device).view(-1, 1)
+                away = constant(prices, dtype, stay.device)
+        cost = constant(tuple(costs), dtype, stay.device).view(-1, 1)
         options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
         return Field(
             mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away
@@ -477,12 +475,6 @@ class TransportSet(InputSet):
             longer = len(self.detours or ())
             return 2 * sources + (2 * len(self.moves) + 2 * longer + 6) * max(listed, sources // 2)
         return 2 * sources + (len(self.moves) + len(self.tiers) + 4) * listed
-
-
-@lru_cache(maxsize=256)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copy numbers to a device once: a copy to a GPU makes the host wait."""
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _widen(maps: Tensor, reach: int) -> Tensor:

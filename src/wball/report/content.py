@@ -127,6 +127,7 @@ def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
+    """The template variables of one evaluation."""
     ball, settings = e.settings["ball"], e.settings
     at = reference if e.measured_at(reference) else e.radii[-1]
     headline = e.curve([at])[0]
@@ -161,6 +162,7 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
 
 
 def _attack(attack: dict[str, Any]) -> str:
+    """The attack in words."""
     if attack["name"] == "StandardAttack":
         return f"StandardAttack, {attack['version']}, version {attack['version_number']}"
     shown = {
@@ -172,6 +174,7 @@ def _attack(attack: dict[str, Any]) -> str:
 
 
 def _threat(ball: dict[str, Any]) -> str:
+    """The threat model in words."""
     box = (
         "no box"
         if ball.get("box") is None
@@ -215,6 +218,7 @@ def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def _curve(e: Evaluation) -> dict[str, Any]:
+    """The values of the accuracy chart."""
     points = e.curve()
     if e.settings["mode"] == "minimal":
         top = float(e.settings["radii"][-1])
@@ -244,12 +248,14 @@ def _shows_images(e: Evaluation) -> bool:
 
 
 def _changes(e: Evaluation) -> Tensor:
+    """Perturbations of the stored examples, for the colour scale."""
     if not _shows_images(e) or "original" not in e.examples:
         return torch.zeros(0, 1, 1, 1)
     return e.examples["adversarial"] - e.examples["original"]
 
 
 def _explored(e: Evaluation) -> Tensor:
+    """Perturbations of the explorer's images, for the colour scale."""
     if not _shows_images(e) or "explorer" not in e.exhibit:
         return torch.zeros(0, 1, 1, 1)
     where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"])

@@ -154,6 +154,7 @@ def dearest_move(cost: GroundCost, x: Tensor) -> float:
 
 
 def _sides(x: Tensor) -> tuple[int, int]:
+    """Height and width of images; a histogram is one row."""
     return (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
 
 

@@ -118,6 +118,7 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
 
 
 def _lock(descriptor: int) -> None:
+    """Take an exclusive lock on an open file, without waiting."""
     try:
         import fcntl
     except ImportError:  # Windows

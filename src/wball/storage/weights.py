@@ -97,6 +97,7 @@ def _tensors_of(model: nn.Module) -> StateDict:
 
 
 def _safetensors(path: Path) -> Any:
+    """Open a safetensors file; errors name it."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
@@ -229,5 +230,6 @@ def _kind(value: Tensor) -> tuple[torch.layout, bool]:
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
+    """The first items of a list as text, and the number of the rest."""
     rest = len(items) - limit
     return between.join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -589,6 +589,7 @@ def _products(device: torch.device, precision: str, *, benchmark: bool = False) 
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors below a prefix, without the prefix."""
     return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
 
 

@@ -189,6 +189,7 @@ class Objective(nn.Module):
 
 
 def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
+    """The l-inf bounds of a network; refuses batch normalisation."""
     bounds = LinfBounds(model, like)
     for name, module in model.named_modules():
         # The trace would keep the statistics of the untrained network.
@@ -238,6 +239,7 @@ def _counted(
     y: Tensor,
     chunk: int = CHUNK,
 ) -> float:
+    """Share of the images that are ``right``, over all processes."""
     world = current()
     x = inputs.as_pixels(x)
     inputs.check_layout("x", x)

@@ -84,7 +84,7 @@ class VerificationResult:
 
     @property
     def disagreements(self) -> int:
-        """Certified images that the checker did not confirm."""
+        """Number of certified images that the checker did not confirm."""
         return sum(1 for status in self.status if status is VerificationStatus.UNCONFIRMED)
 
 

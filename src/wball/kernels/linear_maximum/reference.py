@@ -71,6 +71,8 @@ class _End:
 
 
 class _PriceSearch:
+    """Searches the price of the budget that minimises the dual function of each row."""
+
     def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves) -> None:
         self.a, self.x, self.moves = a, x, moves.like(a)
         self.budget = budget.to(torch.float64).clamp(min=0.0)

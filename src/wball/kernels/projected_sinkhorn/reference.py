@@ -58,6 +58,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 
 
 class _Sweeps:
+    """Runs the sweeps of a batch and collects the results."""
+
     def __init__(self, problem: Projection) -> None:
         self.tol, self.max_iter = problem.tol, max(problem.max_iter, 1)
         self.lo, self.hi = problem.ends

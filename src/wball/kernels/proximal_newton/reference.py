@@ -147,6 +147,7 @@ def _project_rows(score: Tensor) -> Tensor:
 
 
 def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
+    """The dual point at potential ``u`` and price ``psi``."""
     x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
     gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
     if problem.exact:

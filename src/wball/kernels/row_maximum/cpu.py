@@ -129,6 +129,7 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
 
 @compiled(fastmath=FAST)
 def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    """Search the maxima of rows ``start`` to ``stop`` with listed options."""
     (worth, stay, mass), (far, elsewhere), (budget, effort) = given, outside, limits
     channels, options, sources = worth.shape[1:]
     most = channels * sources
@@ -173,6 +174,7 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 @compiled(fastmath=FAST)
 def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    """List the options of rows ``start`` to ``stop``, and search their maxima."""
     coeff, image, corner, patched, x, budget = given
     shifts, ring, rings, fee, wide, elsewhere, reach = ways
     step, rounds = effort
