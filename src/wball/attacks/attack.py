@@ -127,7 +127,7 @@ class AttackResult(Summarised):
         status: how it ended, per image.
         radius: radius of the ball each image was found in (or the last one tried), float64.
         member: for ensembles, which attack found it (-1: none).
-        kernel: which implementation served the ball; several are joined by ``+``, and it is
+        kernel: the implementation used by the ball; several are joined by ``+``, and it is
             ``"none"`` where no step was made.
         proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``)
             and knows them: ``wball.audit(ball, x, result.images, plan=result.proof,
@@ -401,7 +401,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
 
 
 def joined(parts: list[AttackResult]) -> AttackResult:
-    """The results of several batches as one."""
+    """Concatenate the results of several batches."""
     if len(parts) == 1:
         return parts[0]
     tensors: dict[str, Any] = {

@@ -185,12 +185,12 @@ class State:
     """The current candidates. Subclasses add what the next step needs.
 
     Attributes:
-        x: the images that are still in.
+        x: the images that are still attacked.
         ball: their threat model.
         z: the candidates, in the ball.
         distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
         proof: the plans behind it, if they are kept.
-        kernel: which implementation served the ball.
+        kernel: the implementation that computed the points.
         n_steps: steps made so far; a tensor where a step is replayed for many.
     """
 
@@ -244,11 +244,11 @@ class AttackBatch:
     """One batch under attack.
 
     Attributes:
-        task: what is asked for the images that are still in.
+        task: the task of the images that are still attacked.
         ball: their threat model.
         steps_done: steps so far.
-        queries: forward passes so far, of each image that is still in.
-        kernel: which implementation served the ball so far.
+        queries: forward passes so far, of each image that is still attacked.
+        kernel: the implementations used by the ball so far.
     """
 
     def __init__(

@@ -155,6 +155,7 @@ class Recording:
             buffer.copy_(value)
 
     def _hold(self) -> None:
+        """Point the attributes at the buffers."""
         buffers = iter(self._buffers)
         for slot, count in self._slots:
             owner, name = slot

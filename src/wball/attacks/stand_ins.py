@@ -320,7 +320,8 @@ class Smoothed:
 
 
 class Pulled(torch.autograd.Function):
-    """Scores whose gradient ``pull`` maps to that of the image ``x``."""
+    """Autograd function that returns ``scores``; ``pull`` maps their gradient to that of the image
+    ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:

@@ -49,8 +49,8 @@ class Affine(Op):
 
     @abstractmethod
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        """``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k, h_k>``: the constant (N,) and the
-        rows."""
+        """Carry rows back to the inputs: ``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k,
+        h_k>``. Returns the constant (N,) and the rows."""
 
     @abstractmethod
     def forward(self, *values: Tensor) -> Tensor:

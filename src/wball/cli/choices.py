@@ -209,7 +209,7 @@ def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
 
 
 def radii(text: str) -> list[float]:
-    """Read ``0.1,0.2,0.5`` as numbers."""
+    """Parse radii such as ``0.1,0.2,0.5``."""
     try:
         values = sorted({float(part) for part in text.replace(" ", ",").split(",") if part})
     except ValueError:

@@ -145,7 +145,7 @@ def load_folder(
 def read_items(
     data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Items of a data set as ``(x, y)``.
+    """Read items of a data set as ``(x, y)``.
 
     The error names the first item that cannot be read or does not have the ``shape`` of item 0.
     """

@@ -224,7 +224,7 @@ def read_idx(path: PathLike) -> Tensor:
 
 
 def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
-    """The images (bytes, ``N x 3 x 32 x 32``) and labels in one file of CIFAR-10's binary
+    """Read the images (bytes, ``N x 3 x 32 x 32``) and labels of one file of CIFAR-10's binary
     version."""
     content = np.fromfile(path, np.uint8)
     if len(content) == 0 or len(content) % _CIFAR10_BYTES:

@@ -227,7 +227,7 @@ class Evaluation(Summarised):
 
     @property
     def reliability(self) -> str:
-        """``"yes"``, ``"no"`` or ``"quick look"``."""
+        """Whether the evaluation is reliable: ``"yes"``, ``"no"`` or ``"quick look"``."""
         return "no" if self.doubts else "quick look" if self.quick_look else "yes"
 
     def interval(self, share: float) -> Interval:

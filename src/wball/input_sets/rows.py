@@ -44,9 +44,8 @@ class Rows:
         return Rows(self.coeff[index], self.image[index], corner)
 
     def read(self, layer: Tensor) -> Tensor:
-        """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``)
-        where the rows live.
-        """
+        """Values of a layer (``(B, C, H, W)``, or ``B = 1`` for a map shared by all images) at the
+        positions of the rows."""
         image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
         if self.corner is None:
             return (

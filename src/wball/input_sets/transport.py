@@ -154,9 +154,8 @@ class TransportSet(InputSet):
         return 1.4142135623731 * torch.cat(steps, 1).amax(1)
 
     def _tiers(self, reach: float, least: float = 0.0) -> list[tuple[float, int]]:
-        """Lengths from ``reach`` on in a few tiers: the cost of the shortest of each, at least
-        ``least``, and the pixels it spans.
-        """
+        """Group the lengths from ``reach`` on into a few tiers: the cost of the shortest length of
+        each, at least ``least``, and the pixels it spans."""
         assert self.power is not None
         if reach == math.inf:
             return []

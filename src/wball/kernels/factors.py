@@ -35,7 +35,8 @@ class Flat(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Lines of working memory, margins included; the last three are scratch."""
+    """Working memory of a factored plan: one line per quantity, including margins; the last three
+    are scratch."""
 
     x: Any
     a: Any

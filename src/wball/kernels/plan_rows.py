@@ -63,7 +63,8 @@ class PlanRows:
         steps: int,
         tolerance: Callable[[Tensor], float | Tensor],
     ) -> Tensor:
-        """The ``psi >= 0`` at which the plan meets the budget, from the side below it.
+        """The price ``psi >= 0`` at which the cost of the plan is at most the budget, and close to
+        it.
 
         The cost falls about exponentially in the price, so Newton's method runs on its logarithm,
         kept in a bracket. ``tolerance``, relative to the budget, may depend on the price.

@@ -128,8 +128,8 @@ class Transport:
         return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
 
     def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``(R, sources)`` of staying and ``(R, sources, options)`` of moving, for rows over the
-        flat image."""
+        """Values of staying ``(R, sources)`` and of moving ``(R, sources, options)``, for rows over
+        the flat image."""
         maps = rows.view(-1, self.channels, self.pixels)
         stay = maps[:, self.channel, self.pixel]
         parts = [maps[:, self.channel[:, None], self.target]]

@@ -349,6 +349,8 @@ class Search:
         return problems, nodes
 
     def _rounds(self, problems: Problems, nodes: Nodes, progress: float) -> tuple[Problems, Nodes]:
+        """Tighten bounds and improve multipliers in turns, until a round gains less than
+        ``progress``."""
         for _ in range(MOST_ROUNDS):
             if not len(nodes) or self._late():
                 break

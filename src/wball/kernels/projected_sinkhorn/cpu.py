@@ -144,7 +144,7 @@ def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _spent(work, flat, toll):  # type: ignore[no-untyped-def]
-    """``<P, C>``; ``toll`` is weight times cost of each move."""
+    """The cost ``<P, C>`` of the plan; ``toll`` is weight times cost of each move."""
     pad, n = flat.pad, flat.n
     a, e, tmp = work[A, pad : pad + n], work[E, pad : pad + n], work[TMP, pad : pad + n]
     keep, give, paid = (

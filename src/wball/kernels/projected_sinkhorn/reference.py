@@ -190,8 +190,8 @@ class _Sweeps:
 
 
 def _conjugate(s: _Images, change: Tensor, resists: Tensor, begins: Tensor, slot: int) -> None:
-    """Conjugate steps (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from the change
-    of a sweep and the sweeps before it; some images forget those."""
+    """A conjugate step (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from the change
+    of this sweep and of earlier ones, which are dropped for images that begin anew."""
     new = s.beta + change
     latest, step = (change - s.change).flatten(1), (new - s.last).flatten(1)
     s.change, s.last = change, new

@@ -217,8 +217,8 @@ def _subtract(a, share, b):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def advance(work, past, count, held, sizes):  # type: ignore[no-untyped-def]
-    """Conjugate steps (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from ``NEW`` and
-    the ``held`` sweeps before it (-1 forgets them). Returns the number of sweeps held
+    """A conjugate step (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from ``NEW``
+    and the ``held`` sweeps before it (-1 drops them). Returns the number of sweeps held
     afterwards."""
     new, last, beta = work[NEW, :count], work[LAST, :count], work[BETA, :count]
     change, metric, resists = past[CHANGE, :count], past[METRIC, :count], work[OWN, :count]
