@@ -143,7 +143,7 @@ class StencilMoves(Moves):
         self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
         if self._moves[:1] != ((0, 0, 0.0),) or self.costs != sorted(self.costs):
             raise ValueError(
-                f"moves must begin with (0, 0, 0.0), the move that stays, and go on by cost, got {moves}"
+                f"moves must begin with (0, 0, 0.0), the move that stays, and be sorted by cost, got {moves}"
             )
         index = {offset: k for k, offset in enumerate(self.offsets)}
         self.reverse = [index.get((-r, -c)) for r, c in self.offsets]

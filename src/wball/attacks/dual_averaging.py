@@ -73,7 +73,7 @@ class DualAveraging(GradientAttack):
         if not self.ball.has_plans:
             name = type(self.ball).__name__
             raise TypeError(
-                f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls"
+                f"ball must have an oracle, as WassersteinBall has, got {name}; use PGD for other balls"
             )
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)

@@ -42,28 +42,28 @@ CODES: dict[str, Code] = {
         "attack a differentiable approximation of what hides the gradients; see docs/attacks.md",
     ),
     "black-box-stronger": Code(
-        "a black-box search, a network that learnt the model's labels, or rounding to 8 bits broke {images} of {of} "
+        "a black-box search, a network trained on the model's labels, or rounding to 8 bits broke {images} of {of} "
         "images that survived every gradient attack",
         "gradients are misleading: attack a differentiable approximation, or raise the queries of ScoreSearch",
         tolerated=0.02,
     ),
     "random-answers": Code(
-        "the model answers differently when asked again, on {images} of {of} images",
+        "repeated evaluations of the model differ on {images} of {of} images",
         "success is the majority of several answers; fix the random numbers, or report the mean over many of them",
     ),
     "non-finite": Code(
-        "answers have NaN or infinite logits on {images} of {of} images",
+        "logits are NaN or infinite on {images} of {of} images",
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
     "loss-still-rising": Code(
-        "{images} of {of} images survived although their loss was still rising: as many steps again may break them",
+        "{images} of {of} images survived although their loss was still rising: twice the steps may break them",
         "raise the number of steps",
         tolerated=0.05,
         fewest=2,  # one image says little about a model
     ),
     "full-ball-survivors": Code(
         "about {images} of {of} images survive at an unlimited radius, where the shapes of other images fool the model",
-        "gradients lead the attack astray: attack a differentiable approximation of the model",
+        "gradients mislead the attack: attack a differentiable approximation of the model",
         tolerated=FEW_SURVIVORS,
     ),
     "tied-answers": Code(
@@ -74,8 +74,8 @@ CODES: dict[str, Code] = {
     ),
     # notes
     "stand-in-gradients": Code(
-        "the model's own gradients do not predict what it does; those of smooth stand-ins, or from behind what hides "
-        "them, were used on {images} of {of} images",
+        "the model's own gradients do not predict its outputs; those of smooth stand-ins, or of earlier "
+        "scores, were used on {images} of {of} images",
         "nothing to do",
         tolerated=None,
     ),

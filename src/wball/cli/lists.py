@@ -40,7 +40,7 @@ def models(
     for title, head, rows in (
         ("bundled models", ("model", "data", "clean accuracy", ""), bundled),
         (
-            "public models of others, downloaded on first use",
+            "public models by other authors, downloaded on first use",
             ("model", "authors", "licence of the repository", ""),
             others,
         ),

@@ -259,7 +259,7 @@ def called(spec: str, function: Any) -> Any:
     """Call the user's function. An exception in it is reported as an error of the user's code."""
     if not callable(function):
         raise typer.BadParameter(
-            f"{spec} is not callable, but {type(function).__name__}; expected a function or a model"
+            f"{spec} has type {type(function).__name__}, which is not callable; expected a function or a model"
         )
     try:
         return function()

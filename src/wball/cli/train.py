@@ -54,7 +54,7 @@ def train(
         typer.Option(
             "--time-limit",
             metavar="SECONDS",
-            help="limit of the training time; schedules are shortened",
+            help="limit the training time; schedules are shortened",
         ),
     ] = None,
     init: Annotated[
@@ -65,7 +65,7 @@ def train(
         typer.Option(
             "--teacher",
             metavar="MODEL",
-            help="model that gives soft labels (--set loss.teacher=0.5), as for `wball evaluate`",
+            help="model for soft labels (with --set loss.teacher=0.5), as in `wball evaluate`",
         ),
     ] = None,
     change: Annotated[

@@ -106,7 +106,7 @@ def dataset_info(name: str) -> DatasetInfo:
         if isinstance(name, str) and plain(name) == plain(info.name):
             return info
     raise ValueError(
-        f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)"
+        f"unknown data set {name!r}; choose from {', '.join(_DATASETS)} (or use load_folder, to_tensors)"
     )
 
 

@@ -161,7 +161,7 @@ def look_for_missed(
             "missed-example",
             "random points of the ball, or points towards other images, fool the model on "
             f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
-            "the attack is blind on this model: use the standard attack, more steps, or a "
+            "the attack is too weak for this model: use the standard attack, more steps, or a "
             "differentiable approximation of the model",
         ),
     )

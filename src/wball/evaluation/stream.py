@@ -188,7 +188,7 @@ def _of_loader(loader: DataLoader[Any], box: Box, device: torch.device) -> Strea
     sampler = loader.sampler if plain else loader.batch_sampler
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
         raise TypeError(
-            f"x is a DataLoader with a {type(sampler).__name__} of its own, which may leave images "
+            f"x is a DataLoader with a custom {type(sampler).__name__}, which may leave images "
             "out; give the data set itself, or a part: torch.utils.data.Subset(data, indices)"
         )
     collate = loader.collate_fn

@@ -92,7 +92,7 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
         reason = why_not(operation, name, x, moves)
         if reason is not None:
             raise KernelError(
-                f"WBALL_KERNEL={name} cannot serve this call: {reason}; "
+                f"WBALL_KERNEL={name} does not support this call: {reason}; "
                 "unset it or use another kernel"
             )
         return name
@@ -144,7 +144,7 @@ def _why_not_compiled(x: Tensor, moves: Moves | None) -> str | None:
     """The reason why compiled loops do not support such images, or ``None``; kernels may have
     further reasons."""
     if not isinstance(moves, StencilMoves | None):
-        return "matrix costs are served by the torch kernel only"
+        return "only the torch kernel supports matrix costs"
     if x.device.type != "cpu":
         return f"the images are on {x.device}, this kernel runs on the CPU"
     if x.dtype not in (torch.float32, torch.float64):

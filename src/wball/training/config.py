@@ -317,7 +317,7 @@ class TrainConfig:
             dataset_info(self.dataset)
         if self.architecture not in (OWN, *architectures()):
             raise ValueError(
-                f"unknown architecture {self.architecture!r}; known are "
+                f"unknown architecture {self.architecture!r}; choose from "
                 f'{", ".join(architectures())}, and "{OWN}" for a model that is passed to train'
             )
         inputs.check_count("epochs", self.epochs)

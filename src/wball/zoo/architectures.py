@@ -281,5 +281,5 @@ def build_model(name: str) -> nn.Module:
     torch.Size([2, 10])
     """
     if name not in _ARCHITECTURES:
-        raise ValueError(f"unknown architecture {name!r}; known are {', '.join(_ARCHITECTURES)}")
+        raise ValueError(f"unknown architecture {name!r}; choose from {', '.join(_ARCHITECTURES)}")
     return _ARCHITECTURES[name].build()

@@ -42,9 +42,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     """The reason why this kernel does not support such images, or ``None``. Images on a GPU are
     solved on the host."""
     return (
-        None
-        if isinstance(moves, StencilMoves)
-        else "matrix costs are served by the torch kernel only"
+        None if isinstance(moves, StencilMoves) else "only the torch kernel supports matrix costs"
     )
 
 

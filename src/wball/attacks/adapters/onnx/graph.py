@@ -41,12 +41,12 @@ class OnnxGraph(nn.Module):
         for value in ends + [o for o in proto.output if o.name in self.outputs]:
             kind = value.type.tensor_type.elem_type
             if kind not in (*TYPES, onnx.TensorProto.UNDEFINED):
-                complaints.add(f"{value.name!r} is not a tensor of a type that is known here")
+                complaints.add(f"{value.name!r} is not a tensor of a supported type")
         made = {i.name for i in proto.input} | folded.keys()
         made.update(name for node in self.nodes for name in node.outputs)
         read = {name for node in self.nodes for name in node.inputs if name} | set(self.outputs)
         if not complaints:
-            complaints = {f"nothing known here makes {name!r}" for name in read - made}
+            complaints = {f"no supported node computes {name!r}" for name in read - made}
         if complaints:
             raise ValueError("; ".join(sorted(complaints)))
         self._fold(folded)

@@ -213,7 +213,7 @@ class OnnxModel(_Classifier):
         try:
             if opset > NEWEST:
                 raise ValueError(
-                    f"operator set {opset} is newer than those known here, to {NEWEST}"
+                    f"operator set {opset} is newer than the newest supported one, {NEWEST}"
                 )
             if proto.functions:
                 proto = onnx.inliner.inline_local_functions(proto)

@@ -20,7 +20,7 @@ def constant(value: Any) -> Tensor:
     float32."""
     array = numpy_helper.to_array(value)
     if value.data_type not in TYPES:
-        raise ValueError(f"tensor {value.name!r} has a type that is not known here, {array.dtype}")
+        raise ValueError(f"tensor {value.name!r} has the unsupported type {array.dtype}")
     wanted = TYPES[value.data_type]
     array = np.array(array, np.float32 if wanted == torch.bfloat16 else None)
     return torch.from_numpy(array).to(wanted)
@@ -124,7 +124,7 @@ def _pad(
     if mode == "constant":
         return F.pad(x, flat, value=0.0 if fill is None else fill.item())
     if any(flat[-4:]):
-        raise ValueError(f"Pad with mode {mode!r} serves the axes of pixels alone")
+        raise ValueError(f"Pad with mode {mode!r} is supported on the axes of pixels only")
     return F.pad(x, flat[:-4], _PADDING[mode])
 
 
