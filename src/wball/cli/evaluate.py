@@ -71,9 +71,9 @@ def evaluate(
         wball evaluate mine.py:net --data mnist --data-dir data --eps 0.1,0.2
         wball evaluate net.pth --architecture mine.py:net --data photos/ --resize 256 --crop 224
 
-    --require decides whether to release a model. Here the lower end of the 95 % confidence interval
-    must reach 80 % at radius 0.0001, which suits photos (0.1 suits digits). Exit codes: 0 passed, 3
-    an example failed the audit, 6 the evaluation is not reliable, 7 a requirement is not met.
+    Use --require to gate a release. Here the lower end of the 95 % confidence interval must reach
+    80 % at radius 0.0001, which suits photos (0.1 suits digits). Exit codes: 0 passed, 3 an example
+    failed the audit, 6 the evaluation is not reliable, 7 a requirement is not met.
 
     \b
         wball evaluate classifier.onnx --data photos/ --require 0.0001:0.8
