@@ -29,7 +29,7 @@ from wball.certificates.trust import UnsupportedModule
 
 
 def known(*names: str) -> dict[Any, str]:
-    """The functions and methods of PyTorch with these names."""
+    """The functions and methods of PyTorch that go by these names."""
     homes = (torch, F, Tensor, torch._C._nn)
     return {
         found: name

@@ -57,7 +57,8 @@ class Affine(Op):
         """Apply the operation, in the precision of the values."""
 
     def interval(self, *values: Interval) -> Interval | None:
-        """Propagate intervals, coordinate by coordinate; ``None`` if the operation has no rule."""
+        """What intervals become, coordinate by coordinate; ``None`` if the operation does not
+        know."""
         return None
 
 
