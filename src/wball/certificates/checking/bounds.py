@@ -382,7 +382,7 @@ class Checker:
     # ---- the answer
 
     def margins(self, label: int) -> Tensor:
-        """Lower bounds of ``logit[label]`` minus each other logit."""
+        """Lower bounds of ``logit[label]`` less each other logit."""
         others = [k for k in range(self.network.classes) if k != label]
         rows = torch.cat([self._difference(label, k) for k in others])
         node = len(self.network.nodes) - 1
