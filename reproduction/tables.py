@@ -28,24 +28,25 @@ class Table:
         a       98.9 %
         longer       –
         """
-        cells = [
-            list(self.head),
-            *([c if c is not None else "–" for c in row] for row in self.rows),
-        ]
-        width = [max(len(row[k]) for row in cells) for k in range(len(self.head))]
+        cells, width = self.measured()
         lines = [
-            "  ".join(
-                cell.ljust(w) if k == 0 else cell.rjust(w)
-                for k, (cell, w) in enumerate(zip(row, width, strict=True))
-            )
+            "  ".join([row[0].ljust(width[0]), *map(str.rjust, row[1:], width[1:])]).rstrip()
             for row in cells
         ]
-        return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in lines])
+        return "\n".join(([self.title] if self.title else []) + lines)
+
+    def measured(self) -> tuple[list[list[str]], list[int]]:
+        """Head and rows, with a dash for each missing value, and the widths of the columns."""
+        cells = [[c if c is not None else "–" for c in row] for row in (self.head, *self.rows)]
+        return cells, [max(map(len, column)) for column in zip(*cells, strict=True)]
 
     def markdown(self) -> str:
-        rows = [[c if c is not None else "–" for c in row] for row in self.rows]
-        head, *body = (f"| {' | '.join(line)} |" for line in [self.head, *rows])
-        table = "\n".join([head, "|---" + "|---:" * (len(self.head) - 1) + "|", *body])
+        """A Markdown table: the first column and wide ones (text) to the left, others (numbers) to
+        the right."""
+        cells, (_, *width) = self.measured()
+        sides = "".join("|---:" if w < 18 else "|---" for w in width)
+        head, *body = (f"| {' | '.join(row)} |" for row in cells)
+        table = "\n".join([head, f"|---{sides}|", *body])
         return f"**{self.title}**\n\n{table}" if self.title else table
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Read when torch is loaded: its threads do not spin while they wait, which halves the time beside
-# other work.
+# Read when torch is loaded. Waiting threads then do not spin, which halves the time when other
+# work shares the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [

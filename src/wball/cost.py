@@ -143,7 +143,7 @@ class StencilMoves(Moves):
         self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
         if self._moves[:1] != ((0, 0, 0.0),) or self.costs != sorted(self.costs):
             raise ValueError(
-                f"moves must begin with (0, 0, 0.0), the move that stays, and go on by cost, got {moves}"
+                f"moves must begin with (0, 0, 0.0), the move that stays, and be sorted by cost, got {moves}"
             )
         index = {offset: k for k, offset in enumerate(self.offsets)}
         self.reverse = [index.get((-r, -c)) for r, c in self.offsets]
@@ -152,7 +152,7 @@ class StencilMoves(Moves):
 
     @property
     def rings_apart(self) -> list[list[int]]:
-        """The rings with the move that stays in one of its own, even if others are free as well."""
+        """The rings, with staying in a ring of its own even if other moves are free as well."""
         moving = ([k for k in ring if k > 0] for ring in self.rings)
         return [[0], *(ring for ring in moving if ring)]
 
@@ -454,7 +454,8 @@ class GridCost:
 def _stencil_moves(
     cost: GridCost | StencilCost, height: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> StencilMoves:
-    """Cached per grid, dtype and device, because an attack asks at every step."""
+    """The moves of a stencil cost. Cached per grid, dtype and device, because an attack asks at
+    every step."""
     like = torch.empty(0, dtype=dtype, device=device)
     return StencilMoves(cost.moves(height, width), (height, width), like)
 
@@ -512,7 +513,7 @@ GroundCost = GridCost | StencilCost | DenseCost
 
 
 def read_cost(description: Mapping[str, Any]) -> GridCost | StencilCost | None:
-    """The cost that ``describe`` wrote; ``None`` for a matrix, and for balls without a cost."""
+    """The cost described by ``describe``; ``None`` for a matrix, and for balls without a cost."""
     if description.get("cost") == "grid":
         return GridCost(description["window"], description["p"])
     if description.get("cost") == "table":

@@ -18,7 +18,7 @@ LINE = (
 
 
 def main(more: Sequence[str] = ()) -> int:
-    """Run the command, with ``more`` options at its end."""
+    """Run ``wball evaluate`` on two bundled models, with ``more`` options appended."""
     return wball([*LINE.split(), *more])
 
 

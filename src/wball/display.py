@@ -7,7 +7,7 @@ from html import escape
 
 
 class Summarised:
-    """A result that shows what it says instead of all its tensors. Subclasses write
+    """A result that prints a short summary instead of all its tensors. Subclasses implement
     :meth:`headline`.
 
     >>> class Result(Summarised):
@@ -18,14 +18,14 @@ class Summarised:
     """
 
     def headline(self) -> Mapping[str, str]:
-        """What is worth knowing at a glance, by name."""
+        """The summary: short values by name."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {', '.join(f'{name} {value}' for name, value in self.headline().items())}>"
 
     def _repr_html_(self) -> str:
-        """The same for notebooks."""
+        """The summary as an HTML table, for notebooks."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
             for name, value in self.headline().items()
@@ -34,5 +34,5 @@ class Summarised:
 
 
 def percent(part: float) -> str:
-    """A fraction for people."""
+    """A fraction as a percentage."""
     return f"{100 * part:.1f} %"

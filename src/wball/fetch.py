@@ -34,7 +34,8 @@ _FAILED = (
 
 @dataclass(frozen=True)
 class Mirrors:
-    """The origin of a data set: mirrors in order of preference, and the MD5 of each file."""
+    """Where a data set is downloaded from: mirrors in order of preference, and the MD5 of each
+    file."""
 
     mirrors: tuple[str, ...]
     files: dict[str, str]
@@ -78,7 +79,7 @@ SOURCES = {
 
 
 class DownloadError(OSError):
-    """No mirror has the file. The message lists the answer of each of them, and what to do."""
+    """No mirror has the file. The message lists the response of each mirror, and what to do."""
 
 
 def download(
@@ -149,7 +150,7 @@ def fetch_file(
     for url in urls:
         try:
             resumed = _transfer(url, part, progress, timeout)
-            # The first part may be that of another file.
+            # The partial file may belong to a different file.
             if resumed and _digest(part, digest) != digest:
                 part.unlink()
                 _transfer(url, part, progress, timeout)

@@ -43,7 +43,8 @@ def _devices() -> list[str]:
 
 
 def _kernel(name: str) -> dict[str, str | None]:
-    """Why the kernel cannot serve float32 images on each kind of device; ``None`` if it can."""
+    """The reason why the kernel cannot be used for float32 images on each kind of device; ``None``
+    if it can."""
     reasons: dict[str, str | None] = {"cuda": "torch finds no CUDA device"}
     for device in _available():
         reasons[device] = dispatch.why_not("entropic_plan", name, *_probe(device))
@@ -51,7 +52,7 @@ def _kernel(name: str) -> dict[str, str | None]:
 
 
 def _automatic() -> dict[str, str]:
-    """The kernel that is chosen on each device, given ``WBALL_KERNEL``."""
+    """The kernel used on each device, given ``WBALL_KERNEL``."""
     chosen = {}
     for device in _available():
         with suppress(dispatch.KernelError):

@@ -45,7 +45,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
                 f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
             )
         return eps
-    if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # an array of numpy, say
+    if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # such as a NumPy array
         return check_eps(torch.as_tensor(eps, dtype=torch.float64))
     try:
         value = float(eps)
@@ -77,8 +77,8 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
 
 
 def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
-    """Smallest and largest value of the first tensor, if all are finite; one device read for
-    all."""
+    """Smallest and largest value of the first tensor, if all tensors are finite; reads the device
+    only once."""
     if next(iter(tensors.values())).numel() == 0:
         return 0.0, 0.0
     ends = [end for tensor in tensors.values() for end in torch.aminmax(tensor.detach())]

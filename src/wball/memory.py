@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that this process can still have, those in the allocator's cache included.
+    """Bytes of GPU memory that this process can still allocate, including the allocator's cache.
 
     Other processes may hold some, and this one may have been given a share
     (``torch.cuda.set_per_process_memory_fraction``).

@@ -33,7 +33,7 @@ _probabilities: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def ask(model: Model, x: Tensor) -> Tensor:
-    """The logits of images, in no less than their precision.
+    """The logits of images, in at least their precision.
 
     The model gets a copy, because its first layer may work in place, in the precision of its
     parameters. What it returns is read by :func:`read_logits`.
@@ -42,7 +42,7 @@ def ask(model: Model, x: Tensor) -> Tensor:
     own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
     logits = read_logits(model, x.to(own, copy=True))
     if logits.is_inference() and not torch.is_inference_mode_enabled():
-        logits = logits.clone()  # nothing may be computed with it otherwise that has a gradient
+        logits = logits.clone()  # inference tensors cannot carry gradients
     return logits.to(torch.promote_types(logits.dtype, x.dtype))
 
 
@@ -66,7 +66,7 @@ def read_logits(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
 
 
 def find_logits(output: Any, batch: int) -> Tensor:
-    """The tensor of logits in the output of a model."""
+    """Find the tensor of logits in the output of a model."""
     if isinstance(output, Tensor):
         return output
     fields = dict(output) if isinstance(output, Mapping) else {}
@@ -77,7 +77,7 @@ def find_logits(output: Any, batch: int) -> Tensor:
     inside = list(output) if isinstance(output, (tuple, list)) else list(fields.values())
     tensors = [v for v in inside if isinstance(v, Tensor) and v.is_floating_point()]
     scores = [v for v in tensors if v.ndim == 2 and v.shape[0] == batch]
-    # Of several outputs of one width (auxiliary classifiers) the first one is the model's.
+    # Of several outputs of equal width (auxiliary classifiers), the first is the model's.
     if scores and len({v.shape for v in scores}) == 1:
         return scores[0]
     held = [repr(name) for name in fields] or [_kind(v) for v in inside]
@@ -102,8 +102,8 @@ def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Te
 
 
 def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether a model's one number per image stays in [0, 1] for any image; evaluated once per
-    model."""
+    """Whether a model with one output per image keeps it in [0, 1] for any image; evaluated once
+    per model."""
     with suppress(TypeError):  # not every callable can be hashed
         if model in _probabilities:
             return _probabilities[model]
@@ -123,19 +123,20 @@ def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
 
 
 def reached(logits: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
-    """Whether logits meet the goal. A model that overflows is not fooled, it is broken."""
+    """Whether logits meet the goal. Logits that are not finite never do: such a model is broken,
+    not fooled."""
     top = top_class(logits)
     return (top >= 0) & (top == target if target is not None else top != y)
 
 
 def top_class(logits: Tensor) -> Tensor:
-    """The class of the largest logit; -1 where one is NaN, which is no class."""
+    """The class of the largest logit, or -1 if a logit is NaN."""
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
-    """Labels that the model has a logit for. On a GPU a wrong one would end the process, not the
-    call."""
+    """Check that the model has a logit for every label. On a GPU a wrong label would end the
+    process, not only the call."""
     if labels.numel() == 0:
         return
     low, high = int(labels.min()), int(labels.max())
@@ -147,7 +148,7 @@ def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
 
 
 def with_modes(model: Model) -> list[nn.Module]:
-    """The model's modules that can be in training mode: those of a frozen script cannot."""
+    """The model's modules that have a training mode: those of a frozen script have none."""
     return (
         [m for m in model.modules() if hasattr(m, "training")]
         if isinstance(model, nn.Module)
@@ -156,11 +157,11 @@ def with_modes(model: Model) -> list[nn.Module]:
 
 
 class _Lent(Generic[Thing]):
-    """Settings that calls from several threads change at once: the first call saves them, the last
-    puts them back.
+    """Settings that calls from several threads change at the same time: the first call saves them,
+    the last one restores them.
 
-    A lock for the length of each call would be as safe, but attacks on one model would wait for
-    each other, and those on two models that share a module would not.
+    A lock held during each call would be as safe, but concurrent attacks on one model would wait
+    for each other.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class _Lent(Generic[Thing]):
         self._lock = threading.Lock()
         self._found: dict[
             object, tuple[Thing, Any]
-        ] = {}  # keeps the thing alive, so that no id is used twice
+        ] = {}  # keeps the object alive, so that its id is not reused
         self._users: Counter[object] = Counter()
 
     def found(self, thing: Thing) -> Any:
@@ -184,8 +185,8 @@ class _Lent(Generic[Thing]):
 
     @contextmanager
     def __call__(self, things: Sequence[Thing], value: Any = None) -> Iterator[None]:
-        """The things with ``value`` (``None``: as they are), and as they were found after the last
-        of these calls."""
+        """Set the settings to ``value`` (``None``: leave them) inside the context. The last call to
+        leave restores them."""
         with self._lock:
             for thing in things:
                 self._found.setdefault(self._key(thing), (thing, self._read(thing)))
@@ -223,7 +224,7 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def _tf32_parts(backend: str) -> tuple[Any, ...]:
-    """Torch's newer settings of TF32, which replace ``allow_tf32``."""
+    """PyTorch's newer TF32 settings, which replace ``allow_tf32``."""
     cudnn: Any = torch.backends.cudnn
     return (torch.backends.cuda.matmul,) if backend == "matmul" else (cudnn.conv, cudnn.rnn)
 
@@ -263,22 +264,23 @@ _doubles: dict[int, tuple[nn.Module, nn.Module | None]] = {}
 
 
 def in_training(model: Model) -> bool:
-    """Whether the caller left a module in training mode, also while another thread evaluates the
+    """Whether the caller left a module in training mode, even while another thread evaluates the
     model."""
     return any(_modes.found(module) for module in with_modes(model))
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """The model in evaluation mode, and every module in its own mode afterwards. Any number of
-    threads may do so."""
+    """Context in which the model is in evaluation mode; afterwards every module has its own mode
+    again. Thread-safe."""
     with _modes(with_modes(model), False):
         yield
 
 
 @contextmanager
 def as_found(model: Model, device: torch.device) -> Iterator[None]:
-    """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""
+    """Context in which the model is in evaluation mode with frozen parameters; afterwards
+    everything is restored."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
     with _random(devices), evaluating(model), _flags(parameters, False):
@@ -324,14 +326,14 @@ def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> T
         return success
     with full_precision():
         again = ask(model, z)
-    # The float64 copy of a model with random answers draws other numbers.
+    # The float64 copy of a random model draws different numbers.
     holds |= answers_differ(logits, again)[claimed]
     success[claimed] = holds
     return success
 
 
 def answers_differ(first: Tensor, again: Tensor) -> Tensor:
-    """Images whose logits differ by more than a different order of summation explains."""
+    """Images whose logits differ by more than the order of summation can explain."""
     drift = (first - again).abs().nan_to_num().amax(1)
     return drift > 1e-4 * (1 + first.abs().nan_to_num().max())
 
@@ -347,5 +349,5 @@ def _double(model: Model) -> nn.Module | None:
         if floating == {torch.float32}:
             with suppress(Exception):  # not every module can be copied
                 double = copy.deepcopy(model).double()
-        held = _doubles[id(model)] = model, double  # another thread may drop it at once
+        held = _doubles[id(model)] = model, double  # another thread may delete it at any time
     return held[1]

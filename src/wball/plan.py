@@ -38,7 +38,7 @@ class StoredPlan(ABC):
         """The mass on each move, ``(B, C, K, H, W)``."""
 
     def written(self) -> Plan:
-        """The plan with one number per move, as a :class:`Plan`."""
+        """The plan written out with one number per move, as a :class:`Plan`."""
         arcs = self.arcs()
         return Plan(self.moves.like(arcs), arcs)
 
@@ -65,14 +65,14 @@ class StoredPlan(ABC):
         return self.with_tensors([tensor[index] for tensor in self.tensors()])
 
     def put(self: AnyPlan, index: Tensor, part: AnyPlan) -> AnyPlan:
-        """These plans with those of the images at ``index`` replaced."""
+        """A copy with the plans of the images at ``index`` replaced."""
         pairs = zip(self.tensors(), part.tensors(), strict=True)
         return self.with_tensors(
             [mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs]
         )
 
     def where(self: AnyPlan, mask: Tensor, other: AnyPlan) -> AnyPlan:
-        """These plans for the images of the mask, those of ``other`` for the rest."""
+        """These plans where the mask is set, and those of ``other`` elsewhere."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return self.with_tensors(
             [
@@ -83,7 +83,7 @@ class StoredPlan(ABC):
 
     @staticmethod
     def joined(parts: Sequence[AnyPlan]) -> AnyPlan:
-        """The plans of several batches as one."""
+        """Concatenate the plans of several batches."""
         pieces = zip(*(part.tensors() for part in parts), strict=True)
         return parts[0].with_tensors([torch.cat(piece) for piece in pieces])
 
@@ -92,13 +92,13 @@ class StoredPlan(ABC):
         return [getattr(self, field.name) for field in fields(self) if field.name != "moves"]  # type: ignore[arg-type]
 
     def with_tensors(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
-        """Plans by the same moves with other tensors."""
+        """Plans with the same moves and other tensors."""
         return type(self)(self.moves, *tensors)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
 class FactoredPlan(StoredPlan):
-    r"""Plans in a few images each instead of one number per move.
+    r"""Plans stored as a few images each instead of one number per move.
 
     .. math::
         P_{ij} = scale \; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j
@@ -191,7 +191,7 @@ class FactoredPlan(StoredPlan):
 
 @dataclass(frozen=True)
 class Plan(StoredPlan):
-    """Plans written out.
+    """Plans with one number per move.
 
     Attributes:
         moves: which moves exist and what they cost.
@@ -258,6 +258,7 @@ class Plan(StoredPlan):
         return self.toward_centre(scale) if bool((scale < 1).any()) else self
 
     def _into_box(self, lo: float, hi: float) -> Plan:
+        """The plan with all columns inside the box, as far as the sweeps succeed."""
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
         stay = self.moves.stay()
         zero = torch.zeros_like(self.flow)
@@ -267,10 +268,10 @@ class Plan(StoredPlan):
             if not bool((over | under).any()):
                 return plan
             moved = torch.where(stay, zero, plan.flow)
-            # The last sweeps return more than the excess, so that mass does not circulate for ever.
+            # The last sweeps return more than the excess, so that mass does not circulate forever.
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
-            # Return mass first to pixels with room, recall it first from pixels with plenty.
+            # Return mass first to pixels with room, and recall it first from pixels with a surplus.
             room = torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2))
             rate, rest = _rates(excess, plan.moves.scatter(room), plan.moves.scatter(moved))
             back = room * plan.moves.gather(rate) + moved * plan.moves.gather(rest)
@@ -283,14 +284,16 @@ class Plan(StoredPlan):
         return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
 
     def _sending_back(self, returned: Tensor) -> Plan:
-        """The plan with the mass ``returned`` (an arc tensor, zero for staying) staying instead."""
+        """The plan in which the mass ``returned`` (an arc tensor, zero for staying) stays where it
+        was."""
         stay = self.moves.stay()
         home = returned.sum(2, keepdim=True)
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow - returned))
 
 
 def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
-    """Fractions of ``first``, or else of ``everything``, that add up to ``amount``."""
+    """Fractions of ``first``, or of ``everything`` if that is not enough, that add up to
+    ``amount``."""
     tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
     enough = first >= amount
     rate = torch.where(enough, amount / first.clamp(min=tiny), none)

@@ -20,18 +20,18 @@ AROUND: ContextVar[Bar | None] = ContextVar("wball_progress", default=None)
 
 
 class Bar:
-    """Progress in units of work. Without a display it shows nothing."""
+    """A progress bar that counts units of work. Without a display it shows nothing."""
 
     def __init__(self, display: Progress | None = None, task: TaskID | None = None) -> None:
         self._display, self._task = display, task
         self._done, self._stage = 0.0, 0.0
 
     def total(self, units: float) -> None:
-        """The whole work takes ``units``."""
+        """Set the total amount of work."""
         self._update(total=units)
 
     def stage(self, units: float, said: str) -> None:
-        """The next ``units`` of work begin; ``said`` is shown in front of the bar."""
+        """Start a stage of ``units`` of work; ``said`` is shown in front of the bar."""
         self._stage = units
         if self._display is not None:
             from rich.markup import escape
@@ -39,15 +39,15 @@ class Bar:
             self._update(description=escape(said))
 
     def within(self, fraction: float) -> None:
-        """This fraction of the current stage is done."""
+        """Set the completed fraction of the current stage."""
         self._update(completed=self._done + self._stage * min(1.0, fraction))
 
     def advance(self, units: float) -> None:
-        """``units`` more are done."""
+        """Advance by ``units``."""
         self.move_to(self._done + units)
 
     def move_to(self, units: float) -> None:
-        """``units`` in all are done."""
+        """Set the completed amount to ``units``."""
         self._done, self._stage = units, 0.0
         self._update(completed=units)
 
@@ -65,7 +65,7 @@ def bar(
     show: bool | None = True,
     parts: bool = False,
 ) -> Iterator[Bar]:
-    """A bar with the remaining time, removed from a terminal at its end.
+    """Show a bar with the remaining time, which is removed from a terminal at its end.
 
     ``show=None`` shows it on a terminal or in a notebook, unless the work is part of a larger one
     that has a bar. With ``parts``, attacks report to it.
@@ -95,7 +95,7 @@ def bar(
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    # Text that overwrites itself needs no widgets, which a notebook may not have.
+    # Text that overwrites itself needs no widgets, which may not be installed.
     console = Console(stderr=True, force_jupyter=False, force_terminal=notebook or None)
     with Progress(*columns, console=console, transient=console.is_terminal) as display:
         made = Bar(display, display.add_task(escape(title), total=total))

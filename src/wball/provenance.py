@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process, as one would type it."""
+    """The command line of this process, as typed in a shell."""
     if not sys.argv or not sys.argv[0]:
         return "an interactive Python session"
     program, spec = Path(sys.argv[0]), getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -47,13 +47,13 @@ def command() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """``cuda`` devices by the name of the card, others by their type."""
+    """The name of the card for ``cuda`` devices, the type for others."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def collect(ball: Any, x: Tensor, line: str | None = None) -> dict[str, Any]:
-    """The provenance of a result in this ball. ``line``: the command, if not that of this
-    process."""
+    """The provenance of a result: command (``line``, or that of this process), device, kernel and
+    versions."""
     return {
         "command": command() if line is None else line,
         "device": device_name(x.device),

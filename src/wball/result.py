@@ -16,7 +16,7 @@ from wball.plan import Plan, StoredPlan
 
 
 class Status(Enum):
-    """How a solver ended, per image. The value is the explanation, with the remedy where there is
+    """How a solver ended, per image. The value is the explanation, with a remedy if there is
     one."""
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
@@ -39,7 +39,7 @@ class Status(Enum):
 
 
 class _Solved(Summarised):
-    """What the results of all solvers answer."""
+    """Base class of the results of all solvers."""
 
     status: tuple[Status, ...]
     write: Callable[[], StoredPlan] | None
@@ -51,17 +51,17 @@ class _Solved(Summarised):
 
     @cached_property
     def stored(self) -> StoredPlan | None:
-        """The transport plan that proves the point's membership, as the solver has it."""
+        """The transport plan that proves that the point is in the ball, as the solver stores it."""
         return None if self.write is None else self.write()
 
     @cached_property
     def plan(self) -> Plan | None:
-        """That plan, written out when it is first asked for."""
+        """The same plan with one number per move, computed on first use."""
         return None if self.stored is None else self.stored.written()
 
     @property
     def converged(self) -> Tensor:
-        """Which images the solver vouches for."""
+        """Which images the solver solved to the requested tolerance."""
         good = (Status.CONVERGED, Status.EXACT)
         return torch.tensor([status in good for status in self.status], dtype=torch.bool)
 
@@ -92,7 +92,7 @@ class SupportResult(_Solved):
 
     @property
     def gap(self) -> Tensor:
-        """``upper - value``, per image: at most this much was left on the table."""
+        """``upper - value``, per image: the largest possible distance from the optimum."""
         return self.upper - self.value
 
 
@@ -108,7 +108,7 @@ class Duals:
     psi: Tensor
 
     def take(self, index: Tensor | slice) -> Duals:
-        """Those of a subset of the images."""
+        """The duals of a subset of the images."""
         return Duals(self.beta[index], self.psi[index])
 
 
@@ -144,7 +144,7 @@ class ProjectionResult(_Solved):
 
 
 def joined_kernels(names: Iterable[str]) -> str:
-    """The kernels that served, each once.
+    """The names of the kernels used, each once.
 
     >>> joined_kernels(["triton", "none", "triton", "torch"])
     'torch+triton'

@@ -231,7 +231,7 @@ def test_a_limit_draws_from_every_class(here: Path, capsys: Capture) -> None:
 def test_radii_suit_the_data(here: Path, capsys: Capture) -> None:
     line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", "-a", "dual-averaging", "-o", "o"]
     code, out, _ = said(capsys, *line)
-    assert code == 0 and "chosen by a quick search; --eps sets them" in out
+    assert code == 0 and "were chosen by a quick search (set them with --eps)" in out
     result = load_evaluation(here / "o")
     assert result.accuracy_at(result.radii[0]) > result.accuracy_at(result.radii[-1])
     assert all(f"{r:.2g}" == f"{r:g}" for r in result.radii)

@@ -200,9 +200,9 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), r"x\.transpose\(0, 3, 1, 2\)"),
         (
             (DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),),
-            "SubsetRandomSampler of its own",
+            "custom SubsetRandomSampler",
         ),
-        ((DataLoader(Items(x, y), batch_sampler=[[1, 2]]),), "list of its own"),
+        ((DataLoader(Items(x, y), batch_sampler=[[1, 2]]),), "custom list"),
     ]
     for given, message in cases:
         with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):

@@ -45,7 +45,7 @@ PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
 
 @dataclass(frozen=True)
 class Task:
-    """What an attack is asked for.
+    """The arguments of an attack: model, images, labels and goal.
 
     Attributes:
         model: images to logits.
@@ -83,19 +83,19 @@ class StepCount:
         self._start, self._size, self._step = 0, 0, 0
 
     def batch(self, start: int, size: int) -> None:
-        """A batch of ``size`` images begins after ``start`` finished ones."""
+        """Start a batch of ``size`` images after ``start`` finished ones."""
         self._start, self._size, self._step = start, size, 0
 
     def step(self) -> None:
-        """One gradient step of the batch is done."""
+        """Count one gradient step of the batch."""
         self._step += 1
         share = self._size * min(1.0, self._step / self._steps)
         self._bar.within((self._start + share) / self._images)
 
 
 class AttackStatus(Enum):
-    """How an attack ended for an image. The value is the explanation, with the remedy where there
-    is one."""
+    """How an attack ended for an image. The value is the explanation, with a remedy if there is
+    one."""
 
     FOUND = "an adversarial example was found"
     ALREADY_WRONG = "the clean image already meets the goal: distance 0"
@@ -115,7 +115,7 @@ STATUSES = tuple(AttackStatus)
 
 @dataclass(frozen=True, repr=False)
 class AttackResult(Summarised):
-    """What an attack found, in the order of the images.
+    """What an attack found, one entry per image.
 
     Attributes:
         images: per image the adversarial example, or the best attempt; always in the ball.
@@ -127,7 +127,7 @@ class AttackResult(Summarised):
         status: how it ended, per image.
         radius: radius of the ball each image was found in (or the last one tried), float64.
         member: for ensembles, which attack found it (-1: none).
-        kernel: which implementation served the ball; several are joined by ``+``, and it is
+        kernel: the implementation used by the ball; several are joined by ``+``, and it is
             ``"none"`` where no step was made.
         proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``)
             and knows them: ``wball.audit(ball, x, result.images, plan=result.proof,
@@ -161,7 +161,7 @@ class AttackResult(Summarised):
 
     @property
     def reliable(self) -> bool:
-        """Whether no finding says that the robust accuracy may be too high."""
+        """Whether no finding suggests that the robust accuracy is too high."""
         return reliable(self.findings)
 
     def headline(self) -> dict[str, str]:
@@ -173,7 +173,7 @@ class AttackResult(Summarised):
 
     @property
     def robust_accuracy(self) -> float:
-        """The share of images that no adversarial example was found for."""
+        """Share of the images without an adversarial example."""
         return self.accuracy_at(math.inf)
 
     def accuracy_at(self, eps: float) -> float:
@@ -224,10 +224,10 @@ class Attack(ABC):
     def attack_batch(
         self, task: Task, generator: torch.Generator, progress: StepCount | None = None
     ) -> AttackResult:
-        """Attack checked images that fit in memory, on a model that is ready for it."""
+        """Attack a batch of validated images that fits in memory, on a prepared model."""
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
-        """Called once with the model as found."""
+        """Hook: called once with the unchanged model before the attack."""
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
         """The attack after it has inspected the model, for repeated calls on such images."""
@@ -236,7 +236,7 @@ class Attack(ABC):
     @property
     @abstractmethod
     def n_gradients(self) -> int:
-        """Gradient steps an image costs if it is never broken."""
+        """Number of gradient steps for an image that is never broken."""
 
     def at(self, eps: float | Tensor) -> Attack:
         """The same attack at another radius."""
@@ -247,7 +247,7 @@ class Attack(ABC):
         return replace(self, ball=self.ball.take(index))
 
     def describe(self) -> dict[str, Any]:
-        """The settings as plain data, for the files of an evaluation."""
+        """The settings as plain data, to be stored with an evaluation."""
         hidden = {"ball", "progress", "check", "proofs", "view"}
         if self.target is None:
             hidden.add("target")
@@ -323,8 +323,8 @@ class Attack(ABC):
         return joined(parts)
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels
-        if there are some."""
+        """The result with only the examples that :func:`wball.model.judge` confirms, rounded to
+        pixel levels if there are any."""
         if self.levels is not None:
             return to_levels(found, self.ball, task, self.levels, Task.judge)
         claimed = found.success.nonzero().squeeze(1)
@@ -334,8 +334,8 @@ class Attack(ABC):
 
     @contextmanager
     def _steps(self, images: int) -> Iterator[StepCount | None]:
-        """Open a progress counter: on a bar of its own, or on that of the evaluation around it.
-        ``None`` without a bar."""
+        """Open a progress counter, on its own bar or on that of the surrounding evaluation;
+        ``None`` if no bar is shown."""
         name, steps = type(self).__name__, self.n_gradients
         show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
         if show:
@@ -354,7 +354,7 @@ def empty(x: Tensor) -> AttackResult:
 
 
 def without(found: AttackResult, index: Tensor) -> AttackResult:
-    """The result with no example claimed at ``index``."""
+    """Remove the claimed examples at ``index`` from a result."""
     if index.numel() == 0:
         return found
     success, status = found.success.clone(), list(found.status)
@@ -365,7 +365,7 @@ def without(found: AttackResult, index: Tensor) -> AttackResult:
 
 
 def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
-    """``best`` with the images at ``index`` replaced where a later attack did ``better``."""
+    """Replace the images of ``best`` at ``index`` where the later attack did ``better``."""
     where = index[better]
 
     def put(old: Tensor, new: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         proof = best.proof.put(where, found.proof.take(better))
     status = list(best.status)
     for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
-        # One attack with a gradient is enough to say that the image survived.
+        # One attack with a gradient suffices to call the image a survivor.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
     names = ["images", "success", "distance", "loss", "radius"]
@@ -401,7 +401,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
 
 
 def joined(parts: list[AttackResult]) -> AttackResult:
-    """The results of several batches as one."""
+    """Concatenate the results of several batches."""
     if len(parts) == 1:
         return parts[0]
     tensors: dict[str, Any] = {
@@ -426,11 +426,8 @@ def to_levels(
     levels: int,
     judge: Callable[[Task, Tensor], Tensor],
 ) -> AttackResult:
-    """The result with its examples on the levels; the clean image, and no success, where none could
-    be kept.
-
-    ``judge(task, images)`` says which images meet the goal.
-    """
+    """Round the examples of a result to pixel levels. An image whose example cannot be kept becomes
+    the clean image without success. ``judge(task, images)`` decides which images meet the goal."""
     x, already = task.x, judge(task, task.x)
     images, success = x.clone(), already.clone()
     distance = torch.zeros_like(result.distance)
@@ -464,7 +461,7 @@ def to_levels(
 
 
 def check_attack(attack: object) -> None:
-    """Raise unless this is an attack."""
+    """Raise unless the argument is an attack."""
     if not isinstance(attack, Attack):
         raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
 
@@ -472,11 +469,9 @@ def check_attack(attack: object) -> None:
 def attack_labels(
     attack: Attack, model: Model, x: Tensor, labels: Tensor, targeted: bool, seed: int
 ) -> AttackResult:
-    """Attack as adapters do: ``labels`` are the true classes or, if ``targeted``, those to reach.
-
-    Then the model's own answers stand in for the true classes, which only matter to objectives that
-    compare the two.
-    """
+    """Attack as adapters do: ``labels`` are the true classes or, if ``targeted``, the target
+    classes. A targeted attack uses the model's predictions as true classes, which matter only to
+    objectives that compare the two."""
     generator = torch.Generator(x.device).manual_seed(seed)
     if not targeted:
         return attack(model, x, labels, generator=generator)
@@ -486,7 +481,7 @@ def attack_labels(
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
-    """Integer classes, one per image, on the images' device."""
+    """Check for integer classes, one per image, and move them to the device of the images."""
     if not isinstance(labels, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
@@ -504,8 +499,8 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's
-    two allocators)."""
+    """Whether an error reports that memory ran out, on a GPU or on the host, by the messages of
+    PyTorch's allocators."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     return any(

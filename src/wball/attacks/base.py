@@ -73,7 +73,7 @@ Kind = TypeVar("Kind", Plan, FactoredPlan)
 
 
 def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
-    """The plan of images that stay as they are."""
+    """A plan that moves nothing, for images that stay unchanged."""
     grid = x if x.ndim == 4 else x[:, None, None, :]
     problem = ball.problem(x)
     assert problem is not None, "only balls with plans are asked for one"
@@ -132,7 +132,8 @@ class RunnerUp:
     rank: int = 1
 
     def rival(self, clean_logits: Tensor, y: Tensor) -> Tensor:
-        """The class to aim at, per image; the least likely one if there are not that many."""
+        """The class to aim at, per image: the ``rank``-th most likely wrong one, or the least
+        likely if there are fewer."""
         wrong = max(1, min(self.rank, clean_logits.shape[1] - 1))
         return _others(clean_logits, y).topk(wrong, 1).indices[:, -1]
 
@@ -147,7 +148,7 @@ _NAMED: dict[str, Objective] = {"cross-entropy": cross_entropy, "margin": margin
 
 
 def find_objective(objective: str | Objective) -> Objective:
-    """An objective by its name, or the callable itself."""
+    """Look up an objective by its name; a callable is returned unchanged."""
     if callable(objective):
         return objective
     if isinstance(objective, str):
@@ -172,8 +173,8 @@ def input_gradient(value: Tensor, z: Tensor) -> Tensor:
 
 
 def reported_loss(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:
-    """The value to show for a score: the cross-entropy of ``y`` (minus that of the target) instead
-    of its log-odds."""
+    """The loss to report for a value of the objective: the cross-entropy of ``y`` (minus that of
+    the target) instead of its log-odds."""
     if objective is not cross_entropy:
         return value
     return -F.softplus(-value) if targeted else F.softplus(value)
@@ -181,15 +182,15 @@ def reported_loss(objective: Objective, value: Tensor, *, targeted: bool) -> Ten
 
 @dataclass
 class State:
-    """The current candidate, and in subclasses what the next step needs.
+    """The current candidates. Subclasses add what the next step needs.
 
     Attributes:
-        x: the images that are still in.
+        x: the images that are still attacked.
         ball: their threat model.
         z: the candidates, in the ball.
         distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
         proof: the plans behind it, if they are kept.
-        kernel: which implementation served the ball.
+        kernel: the implementation that computed the points.
         n_steps: steps made so far; a tensor where a step is replayed for many.
     """
 
@@ -202,11 +203,11 @@ class State:
     n_steps: int | Tensor = 0
 
     def parts(self) -> tuple[object, ...]:
-        """The objects that a step changes."""
+        """The objects whose attributes a step changes."""
         return (self,)
 
     def take(self: AnyState, index: Tensor) -> AnyState:
-        """The state of a subset of the images: of whatever has an entry per image."""
+        """The state of a subset of the images: attributes with one entry per image are indexed."""
 
         def part(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -243,11 +244,11 @@ class AttackBatch:
     """One batch under attack.
 
     Attributes:
-        task: what is asked for the images that are still in.
+        task: the task of the images that are still attacked.
         ball: their threat model.
         steps_done: steps so far.
-        queries: forward passes so far, of each image that is still in.
-        kernel: which implementation served the ball so far.
+        queries: forward passes so far, of each image that is still attacked.
+        kernel: the implementations used by the ball so far.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class AttackBatch:
 
     @property
     def x(self) -> Tensor:
-        """The images that are still in."""
+        """The images that are still attacked."""
         return self.task.x
 
     def _radius(self, ball: Ball) -> Tensor:
@@ -306,11 +307,11 @@ class AttackBatch:
         return torch.full((self.x.shape[0],), ball.eps, dtype=torch.float64, device=self.x.device)
 
     def reached(self, logits: Tensor) -> Tensor:
-        """Which images' logits meet the goal."""
+        """Which images' logits meet the goal of the attack."""
         return reached(logits, self.task.y, self.task.target)
 
     def loss(self, logits: Tensor) -> Tensor:
-        """The objective of logits of the images that are still in."""
+        """The objective at the logits of the images that are still attacked."""
         loss = self.objective(logits, self.task.y, self._aim)
         if not isinstance(loss, Tensor) or loss.shape != self.task.y.shape:
             seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -320,15 +321,15 @@ class AttackBatch:
         return loss
 
     def keep_proofs(self, kind: type[Kind]) -> Kind:
-        """From now on every candidate comes with its proof. Returns that of the images as they
-        are."""
+        """Require a proof with every candidate from now on. Returns the proof of the unchanged
+        images."""
         whole = plan_of_nothing(kind, self.ball, self._all.z)
         part = whole.take(self._active)
         self._all_proof, self._proof = whole, part
         return part
 
     def gradient(self, state: State) -> Tensor:
-        """The objective's gradient at the candidate, which is offered on the way."""
+        """The gradient of the objective at the candidate. The candidate is also offered."""
         z = state.z.detach().to(self.x.dtype).requires_grad_(True)
         with torch.enable_grad():
             logits = ask(self.task.model, z)
@@ -339,7 +340,8 @@ class AttackBatch:
         return self.made_step(gradient)
 
     def made_step(self, gradient: Tensor) -> Tensor:
-        """Note a step along ``gradient``, which is returned with 0 where it is not finite."""
+        """Record a step along ``gradient``, and return the gradient with 0 where it is not
+        finite."""
         finite = gradient.isfinite()
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
@@ -350,23 +352,23 @@ class AttackBatch:
         return gradient
 
     def count_step(self) -> None:
-        """One step more, for progress and for :meth:`survivors`."""
+        """Count a step, for progress and for :meth:`survivors`."""
         self.steps_done += 1
         if self._progress is not None:
             self._progress.step()
 
     def begin_last_steps(self) -> None:
-        """Remember how far the loss has come."""
+        """Remember the current loss, to measure the progress of the last steps."""
         self._best = self._best._replace(late=self._best.loss.clone())
 
     def succeeds(self, z: Tensor) -> Tensor:
-        """Which images meet the goal at ``z``, which is not offered as a candidate."""
+        """Which images meet the goal at ``z``, without offering ``z`` as a candidate."""
         with torch.no_grad():
             self.queries += 1
             return self.reached(ask(self.task.model, z))
 
     def offer(self, state: State) -> Tensor:
-        """The candidate without its gradient. Returns its logits."""
+        """Offer a candidate without computing its gradient. Returns its logits."""
         with torch.no_grad():
             logits = ask(self.task.model, state.z.to(self.x.dtype))
             self.queries += 1
@@ -374,12 +376,13 @@ class AttackBatch:
             return logits
 
     def _consider(self, state: State, logits: Tensor, loss: Tensor) -> None:
+        """Update the best candidates where this one is better."""
         best, success, z = self._best, self.reached(logits), state.z.to(self.x.dtype)
         better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
         if self.until_success:
             better = better & ~best.success
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        # By how many rather than how many: the same number at every step can be recorded.
+        # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
@@ -399,7 +402,7 @@ class AttackBatch:
             self._proof = state.proof.where(better, self._proof)
 
     def survivors(self) -> Tensor | None:
-        """Every few steps, drop the images that are done. The positions kept, or ``None`` if
+        """Drop broken images every few steps. Returns the positions that are kept, or ``None`` if
         nothing changed."""
         device = self.x.device.type
         return (
@@ -409,8 +412,8 @@ class AttackBatch:
         )
 
     def drop(self, least: float = 0.0) -> Tensor | None:
-        """Leave out what is done, if it is a share of at least ``least``. The positions kept, or
-        ``None`` if all."""
+        """Drop the broken images if they are at least a share ``least`` of the batch. Returns the
+        positions that are kept, or ``None`` if all are."""
         if not self.until_success:
             return None
         kept = (~self._best.success).nonzero().squeeze(1)
@@ -438,7 +441,7 @@ class AttackBatch:
 
     @property
     def proof(self) -> StoredPlan | None:
-        """The plans of all images' best candidates, after the end."""
+        """The plans of all images' best candidates, after the attack has finished."""
         return self._all_proof
 
     def _put(self) -> None:
@@ -476,16 +479,16 @@ class GradientAttack(Attack):
         overwritten)."""
 
     def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
-        """The gradient at the candidates, which are offered on the way."""
+        """The gradient at the candidates, which are also offered."""
         return batch.gradient(state)
 
     def steady(self) -> bool:
-        """Whether steps decide nothing by numbers that they read from the device: one of them can
-        be recorded, and replayed for all."""
+        """Whether no step depends on values read from the device, so that one step can be recorded
+        as a CUDA graph and replayed."""
         return False
 
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
-        """Make all steps, dropping images that are done."""
+        """Run all steps, dropping images that are broken."""
         loop, replay, device = _Loop(self, batch, generator), None, batch.x.device
         wanted = self.steady() and device.type in RECORDERS
         for step in range(self.n_gradients):
@@ -539,7 +542,7 @@ class GradientAttack(Attack):
 
 
 class _Loop:
-    """What one step of an attack reads and changes."""
+    """The state that one step of an attack reads and changes."""
 
     def __init__(
         self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
@@ -549,7 +552,7 @@ class _Loop:
         self.gradient = attack.gradient(batch, self.state, generator)
 
     def _checked(self, state: State) -> State:
-        """Raise if a subclass returns something else than a state with one image each."""
+        """Raise unless a subclass returned a state with one entry per image."""
         seen = getattr(getattr(state, "z", None), "shape", type(state).__name__)
         if seen != self.batch.x.shape:
             raise TypeError(
@@ -559,14 +562,14 @@ class _Loop:
         return state
 
     def step(self) -> None:
-        """To the next candidates and their gradient."""
+        """Advance to the next candidates and compute their gradient."""
         self.state = self._checked(self.attack.advance(self.state, self.gradient))
         self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
-    """Standard normal noise like images, or ``count`` times that. The same on every device of the
-    generator."""
+    """Standard normal noise shaped like the images, or ``count`` such tensors. The noise depends
+    only on the generator, not on the device."""
     shape = like.shape if count is None else (count, *like.shape)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(
         like
@@ -574,13 +577,13 @@ def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -
 
 
 def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
-    """Images clipped to the box, if there is one."""
+    """Clip images to the box, if there is one."""
     return images if box is None else images.clamp(*box)
 
 
 def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Tensor:
-    """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or
-    else exactly."""
+    """An upper bound of the distance from ``x`` to ``z``, in the unit of ``eps``: the cost of the
+    proving plan, or the exact distance without one."""
     problem = None if plan is None else ball.problem(x)
     if plan is None or problem is None:
         return ball.distance(x, z).to(torch.float64)
@@ -588,5 +591,5 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = N
 
 
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Those of the options that a ball's method takes: not every ball has something to iterate."""
+    """The options that a ball's method accepts: not every ball is solved iteratively."""
     return {name: value for name, value in options.items() if name in signature(method).parameters}

@@ -50,8 +50,8 @@ LARGEST = 500_000
 def missed_in_full_ball(
     attacks: Sequence[Attack], view: View, task: Task, survived: Tensor
 ) -> Finding:
-    """How many survivors a cheap guess breaks in a full ball, and none of the attacks does.
-    Estimated from the first of them."""
+    """Estimate how many survivors a cheap guess breaks in the full ball although none of the
+    attacks does, from the first survivors."""
     every, x = survived.nonzero().squeeze(1), task.x
     here = every[:SURVIVORS]
     ball = attacks[0].ball.take(here).at(FULL)
@@ -72,7 +72,7 @@ def missed_in_full_ball(
 
 
 def drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
-    """The images, with their mass drawn towards the shapes of others."""
+    """Move the mass of each image towards the shapes of other images."""
     oracle = ball.oracle(x)
     b = START_NATS * normalised(others - x)
     oracle(b)  # learns how much of the radius cancels
@@ -88,7 +88,7 @@ def not_finite(model: Model, *images: Tensor) -> Finding:
 
 
 class Student:
-    """A network that learns the labels of a model, to be attacked in its place (Papernot et al.
+    """A network trained on the labels of a model, to be attacked in its place (Papernot et al.
     2017).
 
     Attributes:
@@ -101,8 +101,8 @@ class Student:
         self._points, self._labels = list[Tensor](), list[Tensor]()
 
     def learn(self, points: Tensor) -> None:
-        """Ask the model for the labels of more images, and learn all of them by gradient
-        descent."""
+        """Query the model for the labels of more images, and train on all labelled images by
+        gradient descent."""
         with torch.no_grad():
             self._labels += [top_class(ask(self._model, part)) for part in points.split(AT_ONCE)]
         self._points.append(points)
@@ -122,8 +122,8 @@ class Student:
 
 
 def untaught(x: Tensor, classes: int, generator: torch.Generator) -> list[nn.Module]:
-    """Networks for a student to start from: those of the package that take images like these, or
-    a small one with random weights."""
+    """Initial networks for a student: bundled networks that take images of this shape, or a small
+    network with random weights."""
     networks = list[nn.Module]()
     for name in list_models():
         with suppress(RuntimeError, ValueError), torch.no_grad():  # images of another shape

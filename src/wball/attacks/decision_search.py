@@ -47,8 +47,8 @@ answers are heard."""
 
 @dataclass
 class _Boundary(State):
-    """An image that the model gets wrong, and how far away it is; ``z`` stays the best point of the
-    ball itself."""
+    """A misclassified image and its distance from the centre. ``z`` remains the best point inside
+    the ball."""
 
     b: Tensor = field(kw_only=True)
     wrong: Tensor = field(kw_only=True)
@@ -62,8 +62,8 @@ class _Boundary(State):
 
 @dataclass(frozen=True)
 class DecisionSearch(BlackBoxSearch):
-    """Black-box search by labels alone, on any ball; its settings are those of every search
-    (:class:`BlackBoxSearch`)."""
+    """Black-box search by predicted labels alone, on any ball. For the settings see
+    :class:`BlackBoxSearch`."""
 
     directions: int = 40
     least_directions = 2
@@ -97,7 +97,7 @@ class DecisionSearch(BlackBoxSearch):
         asked = into_box(state.wrong + size * noise, state.ball.box)
         answers = torch.stack([batch.succeeds(copy) for copy in asked]).to(state.x)
         often = answers.mean(0)
-        # Near the boundary little noise hears both answers, and much noise none but "wrong".
+        # Near the boundary, small noise meets both labels, and large noise only wrong ones.
         one_sided = (often < 0.2) | (often > 0.8)
         low, high = state.ball.box or (0.0, 1.0)
         most = NOISE * (high - low)
@@ -119,8 +119,8 @@ class DecisionSearch(BlackBoxSearch):
 
     @staticmethod
     def _try(state: _Boundary, b: Tensor, radii: list[Tensor]) -> Tensor:
-        """Ask for points of balls of these radii; keep the nearest wrong one. Returns where one
-        came nearer."""
+        """Query points of balls of these radii, and keep the nearest misclassified one. Returns
+        where one came nearer."""
         nearer = torch.zeros_like(state.radius, dtype=torch.bool)
         inside = spread_eps(state.ball, state.radius)
         for radius in radii:
@@ -148,7 +148,7 @@ def spread_eps(ball: Ball, like: Tensor) -> Tensor:
 
 
 def _shapes(x: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """What mass may drift towards: other images of the batch, and smooth random clouds."""
+    """Shapes that mass may drift towards: other images of the batch, and smooth random clouds."""
     others = [x.roll(shift, 0) - x for shift in range(1, CLOUDS + 1)]
     clouds = []
     for _ in range(CLOUDS):

@@ -34,7 +34,7 @@ START_NATS = 20.0
 
 @dataclass
 class Potentials(State):
-    """What the attacker has learnt, and the oracle that makes points of it."""
+    """Accumulated gradients, and the oracle that maps them to points of the ball."""
 
     b: Tensor = field(kw_only=True)
     oracle: Oracle = field(kw_only=True)
@@ -43,7 +43,7 @@ class Potentials(State):
         return self, self.oracle
 
     def move(self) -> Potentials:
-        """Go where the potentials point."""
+        """Move to the point of the ball that the potentials define."""
         point = self.oracle(self.b)
         self.z, self.proof, self.kernel = point.z, point.proof, point.kernel
         self.distance = point.cost / self.oracle.unit
@@ -77,7 +77,7 @@ class DualAveraging(GradientAttack):
         if not self.ball.has_plans:
             name = type(self.ball).__name__
             raise TypeError(
-                f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls"
+                f"ball must have an oracle, as WassersteinBall has, got {name}; use PGD for other balls"
             )
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)

@@ -20,7 +20,7 @@ have missed."""
 
 @dataclass(frozen=True)
 class Code:
-    """The text of a finding, and when it is serious.
+    """The text of a finding, and the share of images above which it is serious.
 
     Attributes:
         sentence: what was seen, with ``{images}`` and ``{of}``.
@@ -42,28 +42,28 @@ CODES: dict[str, Code] = {
         "attack a differentiable approximation of what hides the gradients; see docs/attacks.md",
     ),
     "black-box-stronger": Code(
-        "a black-box search, a network that learnt the model's labels, or rounding to 8 bits broke {images} of {of} "
+        "a black-box search, a network trained on the model's labels, or rounding to 8 bits broke {images} of {of} "
         "images that survived every gradient attack",
         "gradients are misleading: attack a differentiable approximation, or raise the queries of ScoreSearch",
         tolerated=0.02,
     ),
     "random-answers": Code(
-        "the model answers differently when asked again, on {images} of {of} images",
+        "repeated evaluations of the model differ on {images} of {of} images",
         "success is the majority of several answers; fix the random numbers, or report the mean over many of them",
     ),
     "non-finite": Code(
-        "answers have NaN or infinite logits on {images} of {of} images",
+        "logits are NaN or infinite on {images} of {of} images",
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
     "loss-still-rising": Code(
-        "{images} of {of} images survived although their loss was still rising: as many steps again may break them",
+        "{images} of {of} images survived although their loss was still rising: twice the steps may break them",
         "raise the number of steps",
         tolerated=0.05,
         fewest=2,  # one image says little about a model
     ),
     "full-ball-survivors": Code(
         "about {images} of {of} images survive at an unlimited radius, where the shapes of other images fool the model",
-        "gradients lead the attack astray: attack a differentiable approximation of the model",
+        "gradients mislead the attack: attack a differentiable approximation of the model",
         tolerated=FEW_SURVIVORS,
     ),
     "tied-answers": Code(
@@ -72,10 +72,10 @@ CODES: dict[str, Code] = {
         tolerated=0.01,
         fewest=2,  # one in thousands lies on the boundary by accident
     ),
-    # good to know
+    # notes
     "stand-in-gradients": Code(
-        "the model's own gradients do not predict what it does; those of smooth stand-ins, or from behind what hides "
-        "them, were used on {images} of {of} images",
+        "the model's own gradients do not predict its outputs; those of smooth stand-ins, or of earlier "
+        "scores, were used on {images} of {of} images",
         "nothing to do",
         tolerated=None,
     ),
@@ -90,7 +90,7 @@ CODES: dict[str, Code] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason: its code, on how many images it was seen, and of how many.
+    """One finding: its code, the number of images it was seen on, and the number of images checked.
 
     >>> [Finding("black-box-stronger", images, 100).serious for images in (1, 10)]
     [False, True]
@@ -110,7 +110,7 @@ class Finding:
 
     @property
     def serious(self) -> bool:
-        """Whether the robust accuracy may be too high for this reason."""
+        """Whether this finding means that the robust accuracy may be too high."""
         code = CODES[self.code]
         return (
             code.tolerated is not None
@@ -120,11 +120,8 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings of several batches as one: numbers of images add up by code, in the order of
-    :data:`CODES`.
-
-    What was seen on no image is none.
-    """
+    """Merge the findings of several batches: numbers of images are added by code, in the order of
+    :data:`CODES`. Findings seen on no image are dropped."""
     seen: dict[str, tuple[int, int]] = {}
     for finding in findings:
         images, of = seen.get(finding.code, (0, 0))

@@ -38,8 +38,8 @@ less than 1 % of it, and at twice as many the sweeps no longer suffice."""
 
 @dataclass
 class _Mixture(State):
-    """A mixture of corners in float64. Without an oracle, corners are the ball's own farthest
-    points."""
+    """A convex combination of corners in float64. Without an oracle, the corners are the farthest
+    points of the ball."""
 
     oracle: TransportOracle | None = field(kw_only=True)
 

@@ -31,7 +31,7 @@ def check_on_levels(x: Tensor, levels: int) -> None:
 
 
 def _curve(height: int, width: int, device: torch.device) -> Tensor:
-    """The pixels in Z-order: neighbours on the curve are neighbours on the grid, mostly."""
+    """The pixels in Z-order: neighbours on the curve are mostly neighbours on the grid."""
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     code = torch.zeros_like(row)
     for bit in range(max(height, width).bit_length()):
@@ -40,8 +40,8 @@ def _curve(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def rounded(z: Tensor, x: Tensor, levels: int) -> Tensor:
-    """``z`` on the levels, every channel with the mass of ``x`` (which is on them) if ``z`` has it,
-    up to rounding.
+    """Round ``z`` to the levels while preserving the mass of each channel, if it equals that of
+    ``x`` (which is on the levels) up to rounding.
 
     >>> x = torch.tensor([[[[0.0, 1.0], [1.0, 0.0]]]])
     >>> rounded(torch.tensor([[[[0.4, 0.6], [0.6, 0.4]]]]), x, 2).sum()

@@ -34,7 +34,7 @@ TOL = 0.01
 
 @dataclass(frozen=True, repr=False)
 class MinimalRadius(Summarised):
-    """The smallest radius found per image, in the order of the images.
+    """The smallest radius found per image.
 
     Attributes:
         radius: smallest radius with an example, in the unit of ``eps``, float64; 0 where the clean
@@ -56,8 +56,8 @@ class MinimalRadius(Summarised):
         return shown
 
     def accuracy_at(self, eps: float) -> float:
-        """The share of images without an example at a radius up to ``eps``. Meaningful up to the
-        search's ``hi``."""
+        """Share of the images without an example at a radius up to ``eps``. Meaningful up to ``hi``
+        of the search."""
         return float((self.radius > eps).double().mean()) if self.radius.numel() else 1.0
 
 
@@ -121,7 +121,7 @@ def minimal_radius(
         radius[found], images[found] = distance, nearer
         missed = todo[~success]
         failed[missed] = torch.maximum(failed[missed], eps[missed])
-        # An example may turn up below a radius that once failed.
+        # An example may be found below a radius at which the attack failed.
         failed = torch.where(radius < failed, 0.0, failed)
         open_interval = radius.isfinite() & (radius - failed > TOL * radius)
         todo = open_interval.nonzero().squeeze(1)
@@ -130,8 +130,8 @@ def minimal_radius(
 
 
 def _pull_back(task: Task, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest success on the segment from ``z`` to its image, by bisection, and its share of
-    the way."""
+    """The adversarial point nearest to the image on the segment from ``z``, by bisection, and its
+    share of the way."""
     x = task.x
     low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     high, best = torch.ones_like(low), z

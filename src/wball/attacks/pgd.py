@@ -61,14 +61,14 @@ class GrowingRadius:
         inputs.check_count("every", self.every)
 
     def at(self, eps: float | Tensor, step: int) -> float | Tensor:
-        """The radius of a step, from ``eps`` at the first."""
+        """The radius at a step, starting from ``eps``."""
         return eps * self.factor ** (step // self.every)
 
 
 @dataclass
 class _Projected(State):
-    """The radius at the start, the fused projection where a kernel has it, and the duals of the
-    last exact one."""
+    """The initial radius, the fused projection if a kernel provides one, and the duals of the last
+    exact projection."""
 
     eps: float | Tensor = field(kw_only=True)
     fused: EntropicProjection | None = field(kw_only=True)
@@ -136,7 +136,7 @@ class PGD(GradientAttack):
         p: float | None = None,
         **changes: Any,
     ) -> PGD:
-        """The attack of the 2019 paper, threat model and all: sign steps of 0.1 and a growing
+        """The attack of the 2019 paper, including its threat model: sign steps of 0.1 and a growing
         radius.
 
         MNIST grows by 1.1 every 10 of 200 steps with lambda 1000; CIFAR-10 starts at 0.001 and
@@ -191,13 +191,13 @@ class PGD(GradientAttack):
             distance = distance_bound(ball, x, z)
         fused = self._fused(ball, x)
         proof: Plan | None = None
-        # The fused projection has no plans, nor has a point that is given or drawn.
+        # The fused projection has no plans, and neither has a given or random starting point.
         if self.proofs and fused is None and z is x and self.mode == "exact" and ball.has_plans:
             proof = batch.keep_proofs(Plan)
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
     def _grow(self, state: _Projected) -> None:
-        """Let the radius grow, if it is time for it."""
+        """Increase the radius if the schedule requires it at this step."""
         step = int(state.n_steps)
         if self.growth is None or step % self.growth.every != 0:
             return
@@ -238,7 +238,7 @@ class PGD(GradientAttack):
         return state
 
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
-        """The projection without plans, where a kernel has it."""
+        """The projection that returns no plans, if a kernel provides one."""
         problem = ball.problem(x)
         if problem is None or not EntropicProjection.serves(problem, self.reg):
             return None
@@ -246,6 +246,7 @@ class PGD(GradientAttack):
         return EntropicProjection(problem, self.reg, **options)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
+        """The point after a gradient step, before the projection."""
         z = state.z
         if self.step == "wasserstein":
             ball = state.ball.at(0.1 if self.step_size is None else self.step_size)

@@ -37,7 +37,7 @@ _streams = threading.local()
 
 
 def cuda_graph(function: Replay, device: torch.device, generator: torch.Generator) -> Replay:
-    """What ``function`` launches, as one launch. Calls made by other threads meanwhile are not
+    """Record the launches of ``function`` as one CUDA graph. Calls from other threads are not
     recorded."""
     # One stream for all recordings of a thread: matrix products keep memory for every stream.
     held: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("held", {})
@@ -47,7 +47,7 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
     if generator.device.type == "cuda":
         graph.register_generator_state(generator)
     free, total = torch.cuda.mem_get_info(device)
-    if free < total // 2:  # a recording cannot take over the memory that earlier work keeps
+    if free < total // 2:  # a recording cannot reuse memory that the allocator still caches
         torch.cuda.empty_cache()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
@@ -58,8 +58,8 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
             try:
                 graph.capture_end()
             except RuntimeError:
-                # The function has spoilt the recording. Unless it is ended, the allocator never
-                # again gives memory back, and random generators refuse to be used.
+                # The function broke the recording. It must be ended, or the allocator never frees
+                # memory again and random generators cannot be used.
                 torch._C._cuda_endAllocateToPool(here.device.index, pool)
                 torch._C._cuda_releasePool(here.device.index, pool)
                 for one in (torch.cuda.default_generators[here.device.index], generator):
@@ -77,7 +77,7 @@ RECORDERS: dict[str, Callable[[Replay, torch.device, torch.Generator], Replay]] 
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """The tensors that an attribute holds: one, those of a named tuple, or those of a plan."""
+    """The tensors in an attribute: a single tensor, a named tuple of them, or those of a plan."""
     if isinstance(value, StoredPlan):
         return value.tensors()
     held = value if isinstance(value, tuple) else (value,)
@@ -94,8 +94,7 @@ def _put(owner: object, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Recording:
-    """The steps of a loop, replayed from a recording of one of them: make it, make the step, and
-    call :meth:`record`.
+    """Replays one recorded step of a loop. Create it, run the step once, then call :meth:`record`.
 
     Args:
         step: makes a step.
@@ -111,9 +110,9 @@ class Recording:
         self._slots, self._buffers = list[tuple[Any, int]](), list[Tensor]()
 
     def record(self, device: torch.device) -> Replay:
-        """The replay of the step that has been made."""
+        """Record the step that was run, and return its replay."""
         generator = self._generator
-        # What a step replaces gets a buffer; the rest is read where it lies.
+        # Tensors that a step replaces get a buffer; others are read in place.
         first = list[Tensor]()
         for slot, old in zip(self._owned, self._before, strict=True):
             new = _tensors(getattr(*slot))
@@ -143,12 +142,11 @@ class Recording:
         return replay
 
     def _once(self) -> None:
-        """A step from the buffers to the buffers."""
+        """One step that reads from the buffers and writes to them."""
         self._step()
         owned = {t.untyped_storage().data_ptr() for t in self._buffers}
         made = [t for (slot, _) in self._slots for t in _tensors(getattr(*slot))]
-        # What was in one buffer may have gone to another: it is saved before the first is
-        # overwritten.
+        # A step may move the content of one buffer to another: copy it before overwriting any.
         self._load([t.clone() if t.untyped_storage().data_ptr() in owned else t for t in made])
         self._hold()
 
@@ -157,13 +155,14 @@ class Recording:
             buffer.copy_(value)
 
     def _hold(self) -> None:
+        """Point the attributes at the buffers."""
         buffers = iter(self._buffers)
         for slot, count in self._slots:
             owner, name = slot
             _put(owner, name, [next(buffers) for _ in range(count)])
 
     def _disagreement(self, expected: Sequence[Tensor]) -> float:
-        """The share of images on which candidates or gradients differ from what is expected."""
+        """Share of the images whose candidates or gradients differ from the expected ones."""
         names = [name for (_, name), count in self._slots for _ in range(count)]
         pairs = [
             (a.flatten(1), b.flatten(1))
@@ -181,7 +180,7 @@ class Recording:
 def recorded(
     step: Replay, owners: Sequence[object], device: torch.device, generator: torch.Generator
 ) -> Replay | None:
-    """Make a step, and return its replay; ``None`` (and a warning) where it cannot be recorded."""
+    """Run a step and return its replay, or ``None`` with a warning if it cannot be recorded."""
     recording = Recording(step, owners, generator)
     step()  # its errors are the attack's
     try:
@@ -189,7 +188,7 @@ def recorded(
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        # Torch's own words on full memory differ each time, so that all of them would be shown.
+        # PyTorch's out-of-memory messages differ each time, so each of them would be shown.
         full = isinstance(error, torch.OutOfMemoryError)
         why = "the GPU's memory is full" if full else str(error)
         said = f"the attack is not replayed as a CUDA graph, which is slower: {why}"

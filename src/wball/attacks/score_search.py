@@ -66,7 +66,8 @@ AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class BlackBoxSearch(GradientAttack):
-    """A search by forward passes alone, on any ball. ``result.queries`` counts them per image.
+    """Base class of searches that use forward passes alone, on any ball. ``result.queries`` counts
+    them per image.
 
     Attributes:
         queries: forward passes per image, at most.
@@ -88,12 +89,13 @@ class BlackBoxSearch(GradientAttack):
     @property
     @abstractmethod
     def at_start(self) -> int:
-        """Forward passes outside of the steps: the clean image, the start, the last candidate."""
+        """Number of forward passes outside the steps: the clean image, the start, the last
+        candidate."""
 
     @property
     @abstractmethod
     def per_step(self) -> int:
-        """Forward passes of each step."""
+        """Number of forward passes per step."""
 
     @property
     def n_gradients(self) -> int:
@@ -101,13 +103,15 @@ class BlackBoxSearch(GradientAttack):
 
 
 def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
-    """1 where the ball lets a pixel change: random potentials move mass wherever it can go."""
+    """A mask of the pixels that the ball lets change, found by moving mass along random
+    potentials."""
     return (ball.oracle(x)(normal(x, generator)).z != x).to(x)
 
 
 @dataclass
 class _Tracked(Potentials):
-    """What is known of the model around the candidate: ``jacobian`` is ``(B, classes, pixels)``."""
+    """A local model of the scores around the candidate: ``jacobian`` is ``(B, classes,
+    pixels)``."""
 
     classes: Tensor = field(kw_only=True)
     jacobian: Tensor = field(kw_only=True)
@@ -120,12 +124,11 @@ class _Tracked(Potentials):
 
 @dataclass(frozen=True)
 class ScoreSearch(BlackBoxSearch):
-    """Black-box search by scores, on any ball; its settings are those of every search
-    (:class:`BlackBoxSearch`)."""
+    """Black-box search by scores, on any ball. For the settings see :class:`BlackBoxSearch`."""
 
     @property
     def _looks(self) -> int:
-        """Directions in which each size of the noise is tried at the start."""
+        """Number of directions in which each noise size is tried at the start."""
         return max(1, self.directions // 2)
 
     @property
@@ -153,7 +156,7 @@ class ScoreSearch(BlackBoxSearch):
         return state
 
     def _rivals(self, batch: AttackBatch) -> Tensor:
-        """The class that each restart aims at, ``(B, restarts)``; none in a targeted search."""
+        """The class that each restart aims at, ``(B, restarts)``; ``None`` in a targeted search."""
         ranks = [
             rank
             for rank in RESTARTS.values()
@@ -163,7 +166,7 @@ class ScoreSearch(BlackBoxSearch):
         return torch.stack(every, 1) if every else batch.task.y[:, None][:, :0]
 
     def _restart(self, state: _Tracked) -> None:
-        """Begin again at the clean image if it is time for it, aiming at the next rival."""
+        """Restart from the clean image when a restart is due, aiming at the next rival."""
         for k, share in enumerate(RESTARTS):
             if k < state.rivals.shape[1] and state.n_steps == int(share * self.n_gradients):
                 state.aim, state.b, state.z = state.rivals[:, k], torch.zeros_like(state.b), state.x
@@ -175,6 +178,7 @@ class ScoreSearch(BlackBoxSearch):
     def _size(
         self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator
     ) -> Tensor:
+        """Choose the noise size of each image: the small one if scores change alike at both."""
         low, high = batch.ball.box or (0.0, 1.0)
         small, large = (size * (high - low) for size in NOISE)
         u = reachable * normal(batch.x, generator, self._looks)
@@ -226,7 +230,7 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)
     gram = torch.einsum("bnd,bmd->bnm", moved, moved).to(torch.float64)
     gram = gram + RIDGE * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram).L  # asks the device for nothing
+    factor = torch.linalg.cholesky_ex(gram).L  # needs no synchronisation
     weights = torch.cholesky_solve(wrong.to(torch.float64), factor).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
 

@@ -56,7 +56,7 @@ SHADOW = "_wball_shadow"
 
 
 def _named(*names: str) -> frozenset[Function]:
-    """The functions and methods of torch with these names."""
+    """The functions and methods of PyTorch with these names."""
     found = (getattr(place, name, None) for place in (torch, Tensor, F) for name in names)
     return frozenset(function for function in found if function is not None)
 
@@ -83,7 +83,8 @@ IN_PLACE: dict[Function, Function] = {
 
 
 def _carry(value: Tensor, shadow: Tensor) -> Tensor:
-    """``value`` with the gradient of ``shadow``: its own if it can have one, else as its shadow."""
+    """Give ``value`` the gradient of ``shadow``: directly if it is floating point, else by
+    attaching the shadow to it."""
     if shadow.shape != value.shape or not shadow.requires_grad:
         return value
     if value.is_floating_point():
@@ -100,7 +101,7 @@ def _shadow(value: Any) -> Any:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors in arguments, also inside of tuples and lists."""
+    """The tensors among the arguments, including those inside tuples and lists."""
     if isinstance(values, Tensor):
         return [values]
     inside = values if type(values) in (tuple, list) else ()
@@ -108,7 +109,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _followed(value: Any) -> bool:
-    """Whether a tensor has a gradient, its own or that of its shadow."""
+    """Whether a tensor or its shadow has a gradient."""
     return isinstance(value, Tensor) and (value.requires_grad or hasattr(value, SHADOW))
 
 
@@ -122,8 +123,8 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 class _Mode(TorchFunctionMode):
-    """Intercepts calls of torch. ``scores`` are what classes may have been chosen by, first to
-    last."""
+    """Intercepts PyTorch calls and replaces operations without a gradient. ``scores`` collects the
+    values that classes may have been chosen by, in order."""
 
     def __init__(self, image: Tensor, gradients: bool) -> None:
         super().__init__()
@@ -156,7 +157,7 @@ class _Mode(TorchFunctionMode):
             return self._call(func, args, kwargs)
 
     def _come_back(self, value: Any) -> Any:
-        """An argument, with the gradient of a lost image if it looks like that image."""
+        """Restore the gradient of an argument that looks like an image whose gradient was lost."""
         if type(value) in (tuple, list):
             return type(value)(map(self._come_back, value))
         if type(value) is not Tensor or _followed(value) or value.numel() < 2:
@@ -170,6 +171,7 @@ class _Mode(TorchFunctionMode):
         return value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and attach a gradient to its result if it has none."""
         value = func(*args, **kwargs)
         if not isinstance(value, Tensor) or not args:
             return value
@@ -184,6 +186,7 @@ class _Mode(TorchFunctionMode):
 def _stand_in(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
 ) -> Tensor:
+    """Attach the gradient of a smooth stand-in to the result of a function, if there is one."""
     first = _shadow(args[0])
     if value.dtype == torch.bool and args[0].is_floating_point():
         gap = first - _shadow(args[1])
@@ -198,7 +201,7 @@ def _stand_in(
 
 
 def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """A result without a gradient, with that of the argument of its shape that it rises or falls
+    """Give a result without a gradient that of the argument of the same shape it is correlated
     with."""
     for source in _tensors(args) if value.numel() > 1 else ():
         shadow = _shadow(source)
@@ -210,7 +213,7 @@ def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 class StandIns:
-    """``model`` with stand-ins for what has no gradient.
+    """``model`` with differentiable stand-ins for operations without a gradient.
 
     >>> x = torch.rand(1, 4, requires_grad=True)
     >>> StandIns(lambda z: (z > 0.5).float())(x).sum().backward()
@@ -225,7 +228,7 @@ class StandIns:
 
     @property
     def replaces_scores(self) -> bool:
-        """Whether the last answer was of other scores than the model's own."""
+        """Whether the last output was computed from scores other than the model's own."""
         return bool(self._sources)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -248,8 +251,7 @@ def _as_rows(scores: Tensor, logits: Tensor) -> Tensor:
 
 
 def _sources(scores: list[Tensor], logits: Tensor) -> list[int]:
-    """The earliest scores that the classes were chosen by, all that do not follow from each
-    other."""
+    """The earliest scores that determine the classes, without those implied by others."""
     alike = [k for k, one in enumerate(scores) if _chose(one, logits)]
     alike = [k for k in alike if _implies(scores[k], logits)] or alike
     return [
@@ -258,7 +260,7 @@ def _sources(scores: list[Tensor], logits: Tensor) -> list[int]:
 
 
 def _chose(scores: Tensor, logits: Tensor) -> bool:
-    """Whether every image's class has the largest score, up to ties among the logits."""
+    """Whether every image's predicted class has the largest score, up to ties among the logits."""
     if not scores.is_floating_point():
         return False
     own = scores.argmax(1, keepdim=True).to(logits.device)
@@ -266,15 +268,15 @@ def _chose(scores: Tensor, logits: Tensor) -> bool:
 
 
 def _implies(scores: Tensor, later: Tensor) -> bool:
-    """Whether later scores have the same order, up to rounding."""
+    """Whether the later scores have the same order, up to rounding."""
     values = later.detach().double()
     ordered = values.gather(1, scores.detach().argsort(1).to(later.device))
     return bool((ordered.diff(dim=1) >= -TIED * values.abs().amax(1, keepdim=True)).all())
 
 
 def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
-    """The scores, raised by a constant at the class of the logits where that is not the largest
-    score."""
+    """Raise the scores at the class predicted by the logits by a constant where it does not have
+    the largest score."""
     own, fixed = logits.argmax(1, keepdim=True), scores.detach()
     top = fixed.amax(1, keepdim=True)
     above = torch.nextafter(top, torch.full_like(top, torch.inf)) - fixed.gather(1, own)
@@ -283,8 +285,8 @@ def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
 
 
 class Smoothed:
-    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of
-    the box.
+    """``model`` with gradients averaged over noise of the given size (in pixel values) inside the
+    box.
 
     ``draws`` is the source of the noise.
     """
@@ -305,7 +307,7 @@ class Smoothed:
 
         def pull(gradient: Tensor) -> Tensor:
             total = torch.zeros_like(x)
-            for noise in every:  # one after the other: only one pass is in memory
+            for noise in every:  # one at a time, so that only one pass is in memory
                 with torch.enable_grad():
                     image = x.detach().clone().requires_grad_(True)
                     noisy = ask(self.model, into_box(image + noise, self.box))
@@ -318,7 +320,8 @@ class Smoothed:
 
 
 class Pulled(torch.autograd.Function):
-    """Scores whose gradient ``pull`` maps to that of the image ``x``."""
+    """Autograd function that returns ``scores``; ``pull`` maps their gradient to that of the image
+    ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:

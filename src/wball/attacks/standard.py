@@ -122,6 +122,8 @@ AUDITION = 16
 
 @dataclass(frozen=True)
 class _Member:
+    """Settings of one gradient attack of the ensemble."""
+
     objective: str
     step_size: float = 6.0
     steps: int = 100
@@ -135,8 +137,8 @@ class _Member:
 
     @property
     def steady(self) -> bool:
-        """Whether the last of many steps are as long as the first: they tell whether more would
-        help."""
+        """Whether the last steps are as long as the first, so that they show whether more steps
+        would help."""
         return self.decay == 0 and self.memory == 1 and self.steps >= 100
 
     @property
@@ -244,7 +246,7 @@ class StandardAttack(Attack):
         classes: int | None = None,
         hidden: bool = False,
     ) -> tuple[GradientAttack, ...]:
-        """The attacks that are run, in order.
+        """The attacks of the ensemble, in order.
 
         Args:
             targeted: leave out runner-up members.
@@ -271,8 +273,8 @@ class StandardAttack(Attack):
             warnings.warn(message, ModelWarning, stacklevel=3)
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
-        """The attack with its view of the model, for several calls on one model, as at several
-        radii."""
+        """The attack with a fixed view of the model, for several calls on one model, such as at
+        several radii."""
         if self.view is not None:
             return self
         first, labels = x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()
@@ -326,7 +328,7 @@ class StandardAttack(Attack):
         return replace(best, findings=self._findings(view, task, best, members[: len(kinds) - 1]))
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result on the levels. The view judges the examples of members."""
+        """The result on the levels. The view judges the members' examples."""
         return found if self.levels is None else super().stored(found, task)
 
     def _findings(
@@ -372,7 +374,7 @@ class _Ensemble:
             self._almost = NEAR * margin(ask(view.model, task.x), task.y, task.target)
 
     def attacked_by(self, kind: _Member) -> Tensor:
-        """The images that a member attacks."""
+        """The images that a member should attack."""
         left = ~self._clear
         if kind.near:
             left &= self.near | self.rising
@@ -381,7 +383,7 @@ class _Ensemble:
         return left.nonzero().squeeze(1)
 
     def add(self, number: int, here: Tensor, found: AttackResult) -> AttackResult:
-        """Merge what a member found, with success judged on the model itself, and return it."""
+        """Merge the result of a member, with success judged on the model itself, and return it."""
         part = self._task.take(here)
         found = self._attack.take(here).stored(found, part)
         found, ahead, clear = _judged(found, self._view, part)
@@ -403,7 +405,7 @@ class _Ensemble:
         return (~self.best.success).nonzero().squeeze(1)
 
     def attack_students(self, number: int, classes: int, generator: torch.Generator) -> None:
-        """Attack networks that learn the model's labels, until nothing new is broken."""
+        """Attack networks that imitate the model's labels, until no further image is broken."""
         x, left, draws = self._task.x, self.survivors(), generator
         if left.numel() <= FEW_SURVIVORS * len(x):
             return
@@ -426,8 +428,8 @@ class _Ensemble:
     def _transfer(
         self, number: int, here: Tensor, network: Model, generator: torch.Generator, turn: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Attack a network in place of the model. Returns the images, and which are examples for
-        the model, as they are or rounded to 8 bits."""
+        """Attack a network in place of the model. Returns the images, and which of them are
+        adversarial for the model, unchanged or rounded to 8 bits."""
         attack, kind = self._attack.take(here), TRANSFERRED[turn % len(TRANSFERRED)]
         member = replace(kind.on(attack.ball, attack.proofs), until_success=False)
         part = replace(self._task.take(here), model=network)
@@ -435,7 +437,8 @@ class _Ensemble:
         return found.images, found.success | self.round_attempts(number + 1, here, found)
 
     def round_attempts(self, number: int, here: Tensor, attempts: AttackResult) -> Tensor:
-        """Round attempts on 8-bit images to 8 bits. Returns which of these are examples."""
+        """Round attempts on 8-bit images to 8 bits. Returns which of the rounded images are
+        examples."""
         if here.numel() == 0 or not self._on_bytes:
             return torch.zeros_like(attempts.success)
         ball, part = self._attack.ball.take(here), self._task.take(here)
@@ -447,7 +450,7 @@ class _Ensemble:
         return found.success
 
     def finish(self) -> AttackResult:
-        """The result, without examples that are none in a batch of their own."""
+        """The final result, without examples that do not hold in a batch of their own."""
         assert self.best is not None
         unclear = (self.best.success & ~self._clear).nonzero().squeeze(1)
         if unclear.numel() and not self._view.random:
@@ -460,12 +463,12 @@ class _Ensemble:
 
 
 def _on_bytes(model: Model, x: Tensor) -> Tensor:
-    """The model's answer to the nearest 8-bit images, with its gradient there."""
+    """The model's output at the nearest 8-bit images, with the gradient there."""
     return ask(model, (255 * x).round().detach() / 255 + (x - x.detach()))
 
 
 def _claimed(attempts: AttackResult) -> AttackResult:
-    """The result with every attempt claimed to be an example, for a judge to decide."""
+    """The result with every attempt claimed as an example, to be judged later."""
     success = torch.ones_like(attempts.success)
     return replace(attempts, success=success, status=(AttackStatus.FOUND,) * success.numel())
 

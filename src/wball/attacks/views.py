@@ -87,16 +87,14 @@ def _logarithms(model: Model, x: Tensor) -> Tensor:
 
 
 def _averaged(model: Model, x: Tensor) -> Tensor:
-    """The mean answer of a model that answers at random (expectation over transformation)."""
+    """The mean output of a randomised model (expectation over transformation)."""
     return torch.stack([ask(model, x) for _ in range(DRAWS)]).mean(0)
 
 
 def _scaled(model: Model, outputs: Tensor) -> Model:
-    """The model with logits of the usual spread, by its ``outputs``.
-
-    The cross-entropy is flat where logits hardly differ, and a margin where they differ by
-    thousands.
-    """
+    """The model with its logits rescaled to the usual spread, estimated from ``outputs``. The
+    cross-entropy is flat where logits hardly differ, and equals a margin where they differ by
+    thousands."""
     wide = outputs.amax(1) - outputs.amin(1)
     middle = float(wide.double().median()) if len(wide) else math.nan
     if not 0 < middle < math.inf or USUAL[0] <= middle <= USUAL[1]:
@@ -107,7 +105,7 @@ def _scaled(model: Model, outputs: Tensor) -> Model:
 
 @dataclass(frozen=True)
 class View:
-    """What an attack asks instead of the model.
+    """A function that an attack differentiates and queries in place of the model.
 
     Attributes:
         model: images to scores to climb.
@@ -130,7 +128,8 @@ class View:
         return self.useful >= MOST
 
     def judge(self, task: Task, z: Tensor) -> Tensor:
-        """Which images meet the goal; by the majority of :data:`ANSWERS` for random models."""
+        """Which images meet the goal; for random models, by a majority of :data:`ANSWERS`
+        outputs."""
         if not self.random:
             return task.judge(z)
         with torch.no_grad(), full_precision():
@@ -139,8 +138,7 @@ class View:
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
-    """The view of a model that is ready for an attack, from the first images that it classifies
-    correctly."""
+    """Choose the view of a prepared model, using the first images that it classifies correctly."""
     first = x[:LOOKED_AT]
     with torch.no_grad():
         outputs = ask(model, first)
@@ -185,8 +183,8 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
-    """Every other image at a point of its ball, as in an attack: there pixels are neither black nor
-    white."""
+    """Replace every other image by a point of its ball, as in an attack, where few pixels are
+    exactly 0 or 1."""
     points = ball.oracle(x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
     points[::2] = x[::2]
     return points
@@ -201,11 +199,8 @@ def _slope(view: Model, x: Tensor, y: Tensor) -> Tensor:
 
 
 def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> Tensor:
-    """How well each image's gradient predicts the effect of random changes.
-
-    This is the cosine of predicted and measured changes of the objective, at the size of changes
-    that the gradient predicts best.
-    """
+    """How well each image's gradient predicts the effect of random changes: the cosine of predicted
+    and measured changes of the objective, at the size of change that the gradient predicts best."""
     best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
     if not bool(slope.any()):
         return best
@@ -222,8 +217,7 @@ def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> T
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each image's changes ``(DIRECTIONS, B)`` without their means, whatever their
-    scale."""
+    """Cosine of each image's changes ``(DIRECTIONS, B)`` after subtracting their means."""
     tiny = torch.finfo(torch.float64).tiny
     one, two = (
         F.normalize((change - change.mean(0)).double(), dim=0, eps=tiny) for change in (a, b)
@@ -232,10 +226,8 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
-    """The signs found on the first images: a message for each code.
-
-    The model is evaluated as attacks do, in evaluation mode, and left as found.
-    """
+    """Signs of gradient masking on the first images: a message for each code. The model is run in
+    evaluation mode, as in attacks, and restored."""
     found: dict[str, str] = {}
     x, y = x[:SIGNS].detach(), y[:SIGNS]
     if x.shape[0] == 0:

@@ -113,10 +113,9 @@ def audit(
     generator: torch.Generator | None = None,
     workers: int = 1,
 ) -> AuditReport:
-    """Check that each ``z`` is in the ball around its ``x``; the module says what is checked.
-
-    Bad *contents* of ``z`` (NaN, negative pixels, lost mass) are findings, not errors. A ``z`` of
-    the wrong shape or bad centres ``x`` raise.
+    """Check that each ``z`` is in the ball around its ``x``; see the module for the checks. Bad
+    *contents* of ``z`` (NaN, negative pixels, lost mass) are findings, not errors. A ``z`` of the
+    wrong shape and invalid centres ``x`` raise an error.
 
     Args:
         ball: the threat model.
@@ -177,7 +176,8 @@ def audit(
 
 
 def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
-    """The ball's exact answer, by several threads: the solver mostly runs without Python's lock."""
+    """The exact violations of the ball, computed by several threads: the solver mostly releases
+    Python's lock."""
     if workers == 1 or len(x) < 2:
         return ball.violations(x, z)
     parts = torch.arange(len(x), device=x.device).tensor_split(min(4 * workers, len(x)))
@@ -190,6 +190,7 @@ def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
 def _reason(
     finite: bool, mass: float, box: float, distance: float, eps: float, allowed: float
 ) -> str:
+    """The reason why an image is invalid, in words."""
     if not finite:
         return "NaN or infinite pixels"
     found = []

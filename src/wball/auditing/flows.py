@@ -22,7 +22,7 @@ AGREE = 1e-8
 
 
 class ListedMoves(NamedTuple):
-    """Moves ``source -> target`` between pixels, and the cost of each."""
+    """Moves ``source -> target`` between pixels, with the cost of each."""
 
     source: Index
     target: Index
@@ -112,7 +112,7 @@ def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
 
 
 def no_flow(cost: float) -> Matching:
-    """A matching that moves nothing, at ``cost``: 0, or inf if no solver succeeds."""
+    """A matching without moves and with the given cost: 0, or inf if no solver succeeds."""
     empty = np.zeros(0)
     return Matching(cost, 0.0, np.zeros(0, np.int64), empty, empty, empty)
 
@@ -185,7 +185,7 @@ def _by_network_simplex(net: _Network) -> _Answer | None:
 
 
 def _by_linear_program(net: _Network) -> _Answer | None:
-    """The same by HiGHS: slower, used only if the first answer fails the checks."""
+    """The same by HiGHS, which is slower and used only if the first solution fails the checks."""
     from scipy import sparse
     from scipy.optimize import linprog
 

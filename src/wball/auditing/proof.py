@@ -61,6 +61,7 @@ def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: StoredPlan | T
 
 
 def _arcs(plan: StoredPlan | Tensor, x: Tensor, count: int) -> Tensor:
+    """The moves of a plan as an arc tensor, after checking its shape."""
     if not isinstance(plan, Tensor) and not hasattr(plan, "arcs"):
         raise TypeError(
             f"plan must be arcs (B, C, K, H, W) or a plan of wball.plan, got {type(plan).__name__}"
@@ -75,6 +76,7 @@ def _arcs(plan: StoredPlan | Tensor, x: Tensor, count: int) -> Tensor:
 
 
 def _factors(plan: FactoredPlan, x: Tensor) -> list[Tensor]:
+    """The tensors of a factored plan, after checking their shapes."""
     values = {"psi": plan.psi, "scale": plan.scale}
     images = {"potentials": plan.potentials, "keep": plan.keep, "give": plan.give}
     for name, value in (values | images).items():

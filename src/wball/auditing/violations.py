@@ -77,20 +77,21 @@ class Violations:
         return whole & (self.distance <= self.allowed(eps, tol))
 
     def put(self, index: Tensor, part: Violations) -> Violations:
-        """These with the images at ``index`` replaced."""
+        """A copy with the images at ``index`` replaced."""
         pairs = ((getattr(self, f.name), getattr(part, f.name)) for f in fields(self))
         return Violations(*(mine.index_copy(0, index, theirs) for mine, theirs in pairs))
 
     @staticmethod
     def joined(parts: Sequence[Violations]) -> Violations:
-        """Those of several batches as one."""
+        """Concatenate the measures of several batches."""
         return Violations(
             *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Violations))
         )
 
 
 def check_point(z: Tensor, x: Tensor) -> Tensor:
-    """``z`` as floating-point pixels, if it has the shape of ``x``; its values are not checked."""
+    """Check that ``z`` has the shape of ``x``, and return it as floating-point pixels. Values are
+    not checked."""
     z = as_pixels(z)
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
@@ -101,7 +102,7 @@ def check_point(z: Tensor, x: Tensor) -> Tensor:
 
 
 def half_ulp(z: Tensor) -> float:
-    """Half a unit in the last place at 1; half precision gets no more than float32."""
+    """Half a unit in the last place at 1; half precision is treated as float32."""
     return 0.5 * min(torch.finfo(z.dtype).eps, torch.finfo(torch.float32).eps)
 
 
@@ -179,13 +180,13 @@ def to_planes(x: Tensor) -> Tensor:
 
 
 def over(total: Tensor, unit: Tensor) -> Tensor:
-    """Quotients with 0 / 0 = 0 and 1 / 0 = inf."""
+    """Quotients with 0 / 0 = 0 and a / 0 = inf for a > 0."""
     return torch.where(total == 0, 0.0, total / unit)
 
 
 @lru_cache(maxsize=8)
 def all_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
-    """:func:`list_moves`, remembered for a few sizes."""
+    """:func:`list_moves`, cached for a few image sizes."""
     return list_moves(cost, height, width)
 
 
@@ -219,5 +220,5 @@ def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Arr
 
 
 def _match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
-    """``a`` and ``b`` matched at the least cost, after ``b`` is scaled to the mass of ``a``."""
+    """Match ``a`` with ``b`` at the least cost, after scaling ``b`` to the mass of ``a``."""
     return match(moves, a, b * (a.sum() / b.sum()))

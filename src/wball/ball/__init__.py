@@ -96,8 +96,8 @@ class Ball(Summarised, ABC):
         return None
 
     def oracle(self, x: Tensor, **options: Any) -> Oracle:
-        """Maps the potentials of an attack to points of the ball; by projection unless a ball knows
-        better."""
+        """Map the potentials of an attack to points of the ball: by projection, unless a subclass
+        has its own oracle."""
         return ProjectionOracle(self, x)
 
     def step_size(self, steps: int) -> float | Tensor:
@@ -135,7 +135,7 @@ class Ball(Summarised, ABC):
         return {"kind": type(self).__name__, "box": box, "unit": self.unit}
 
     def kernel(self, x: Tensor) -> str:
-        """Name of the implementation that serves such images."""
+        """Name of the implementation used for such images."""
         return "torch"
 
     def headline(self) -> dict[str, str]:
@@ -238,10 +238,8 @@ class WassersteinBall(Ball):
         return f"mass {'fraction ' if self.mass == 'relative' else ''}x {length}"
 
     def budget(self, x: Tensor) -> Tensor:
-        """How much cost an attacker may spend on each image, in float64.
-
-        Nothing on images so dark (denormal numbers) that their dtype cannot split their mass.
-        """
+        """Cost that an attacker may spend on each image, in float64. It is 0 for images so dark
+        (denormal numbers) that their dtype cannot split their mass."""
         return self._budget(x, masses(x))
 
     def _budget(self, x: Tensor, mass: Tensor) -> Tensor:
@@ -254,7 +252,7 @@ class WassersteinBall(Ball):
         return eps * (mass >= least).to(torch.float64)
 
     def problem(self, x: Tensor) -> TransportProblem:
-        """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked
+        """The problem that solvers receive: centres, moves, budget and box. ``x`` is not checked
         here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
@@ -322,7 +320,7 @@ class WassersteinBall(Ball):
         return {**super().describe(), **self.cost.describe(), "mass": self.mass}
 
     def kernel(self, x: Tensor) -> str:
-        """Which implementation serves such images."""
+        """Name of the implementation used for such images."""
         height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
@@ -353,7 +351,8 @@ class WassersteinBall(Ball):
         return oracle(potential.to(x.device)).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
-        """The ball as certificates see it: for ``full`` plans, or for those inside its window."""
+        """The ball for certificates: all transport plans for ``"full"``, those inside the window
+        for ``"window"``."""
         return TransportSet(x, self.cost, self.budget(x), self.box, plans)
 
 
@@ -384,8 +383,8 @@ class LinfBall(Ball):
         return 2.5 * self.eps / steps
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value of each pixel. Half precision would round them out of the
-        ball: float32 then."""
+        """Lowest and highest value of each pixel. For half precision they are in float32, which
+        does not round them out of the ball."""
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
@@ -397,7 +396,7 @@ class LinfBall(Ball):
 
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
         """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg``
-        plays no role."""
+        is ignored."""
         x = inputs.as_pixels(x)
         low, high = self.bounds(x)
         g = inputs.check_like("g", g, x).detach()
@@ -409,7 +408,7 @@ class LinfBall(Ball):
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
 
     def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
-        """The nearest point: clip every pixel to its interval. ``reg`` plays no role."""
+        """The nearest point: clip every pixel to its interval. ``reg`` is ignored."""
         low, high = self.bounds(x)
         w = inputs.check_like("w", inputs.as_pixels(w), x).detach()
         point = torch.minimum(torch.maximum(w, low), high).to(low)
@@ -429,7 +428,7 @@ class LinfBall(Ball):
         self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
     ) -> Violations:
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
-        plays no role."""
+        is ignored."""
         x = inputs.check_images("x", x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
@@ -452,7 +451,7 @@ class LinfBall(Ball):
         return torch.minimum(low + u * (high - low), high)
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> IntervalSet:
-        """The ball as certificates see it; there are no ``plans`` here."""
+        """The ball for certificates; ``plans`` is ignored."""
         return IntervalSet(*self.bounds(x.to(torch.float64)))
 
 

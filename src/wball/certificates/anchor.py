@@ -62,9 +62,8 @@ class Anchor(ABC):
     layer: tuple[int, ...]
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
-        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows
-        can always be charged.
-        """
+        """Whether charges can be computed on the patches of ``rows`` (image rows); on dense rows
+        they always can."""
         return False
 
     @abstractmethod
@@ -83,7 +82,8 @@ Charged = Sequence[tuple[Anchor, Rows]]
 def charge(
     source: InputSet, rows: Rows, charged: Charged, dense: bool = False
 ) -> tuple[Rows, Charges | None]:
-    """Image rows as the input set reads them, and what all anchors charge to them.
+    """The image rows in the form that the input set expects, and the charges of all anchors on
+    them.
 
     ``dense`` asks for dense rows.
     """
@@ -101,9 +101,8 @@ def charge(
 
 
 class ConvAnchor(Anchor):
-    """The units of a convolution of the image: the same gains at every position, for every
-    image.
-    """
+    """The units of a convolution of the image, whose gains are the same at every position and for
+    every image."""
 
     def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
         self.layer, self.shape = convolution.layer, convolution.image
@@ -149,7 +148,8 @@ class ConvAnchor(Anchor):
         return Charges(moves, out, into)
 
     def gains(self, image: Tensor, unit: Tensor, active: Tensor | None) -> Charges:
-        """Gains of single units ``(U,)``, by flat position: the kernel at each unit's place."""
+        """Gains of single units ``(U,)``, given by flat position: the kernel placed at each
+        unit."""
         height, width = self.layer[1:]
         place = unit % (height * width)
         corner = (
@@ -163,7 +163,7 @@ class ConvAnchor(Anchor):
 
 
 class UnitAnchor(Anchor):
-    """Units with gains of their own, listed image by image; units that are not listed must not be
+    """Units with individual gains, listed image by image; units that are not listed must not be
     charged.
 
     Args:
@@ -197,7 +197,7 @@ class UnitAnchor(Anchor):
         self.table = torch.arange(images, device=image.device)  # the row of each image in both
 
     def take(self, index: Tensor) -> UnitAnchor:
-        """The anchor for some of the images, or several times the same; gains are not copied."""
+        """The anchor for the images at ``index``, which may repeat; gains are not copied."""
         out = copy(self)
         out.table, out._spread = self.table[index], None
         return out
@@ -272,9 +272,8 @@ class ImageConvolution:
 
 
 def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
-    """What activation ``position`` reads, if that is a convolution of the image without groups or
-    dilation (up to scaling of channels).
-    """
+    """The convolution of the image that activation ``position`` reads, up to a scaling of channels;
+    ``None`` if it reads something else, or if the convolution has groups or dilation."""
     scale: Tensor | float = 1.0
     convolution: Conv2d | None = None
     place = graph.ops[position].inputs[0]
@@ -297,7 +296,7 @@ def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds of rows, and the linear function of the plan behind them."""
+    """Lower bounds of rows, and the linear functions of the plan that prove them."""
 
     value: Tensor  # (N,), sound
     at_input: Rows
@@ -306,8 +305,8 @@ class Bound:
 
 
 class Collector:
-    """The gains of the units of one layer of shape ``shape``, for ``images`` images; at most
-    ``limit`` per pixel."""
+    """Collects the gains of the units of one layer of shape ``shape``, for ``images`` images; at
+    most ``limit`` units per pixel."""
 
     def __init__(
         self,
@@ -325,13 +324,13 @@ class Collector:
         self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
 
     def choose(self, lower: Tensor, upper: Tensor) -> None:
-        """If not all unstable units fit, leave some out, which keep the usual lines."""
+        """Select the unstable units that fit into memory. The others keep the usual lines."""
         found = chosen(lower, upper, self.source, self.limit)
         self._chosen = self._chosen if found is None else found
 
     def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
-        """Rows that bound ``-v`` from below: their values at the image and their gains, if ``v``
-        may be above 0."""
+        """Add the units ``v`` whose rows bound ``-v`` from below: their values at the image and
+        their gains, if ``v`` may be above 0."""
         keep = ((bound.value <= 0) & self._chosen[image, unit]).nonzero()[:, 0]
         if keep.shape[0] == 0:
             return
@@ -359,13 +358,13 @@ class Collector:
 
 
 def gain_bytes(source: InputSet) -> int:
-    """About how much memory the gains of one unit take."""
+    """Approximate number of bytes that the gains of one unit take."""
     return 4 * COPIES * source.gain_size
 
 
 def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor | None:
-    """``(images, units)``: each image's most unstable units, as many as there is room for; ``None``
-    if all fit."""
+    """``(images, units)``: the most unstable units of each image, as many as fit into memory;
+    ``None`` if all fit."""
     low, up = lower.flatten(1), upper.flatten(1)
     most = limit * math.prod(source.shape) // source.gain_size
     if most >= low.shape[1]:
@@ -376,9 +375,8 @@ def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor
 
 
 class Spread:
-    """Rows sorted into the tables they read, so that all of a table's rows meet it in one
-    product.
-    """
+    """Rows sorted by the table they read, so that all rows of a table are multiplied by it at
+    once."""
 
     def __init__(self, table: Tensor, tables: int) -> None:
         self.table, self.alone = table, tables == 1
@@ -395,7 +393,7 @@ class Spread:
         self.most = max(self.counts)
 
     def product(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Every row of ``weight`` (N, U) times its table of ``values`` (tables, U, M), ``(N,
+        """Multiply every row of ``weight`` (N, U) by its table of ``values`` (tables, U, M); ``(N,
         M)``."""
         dtype = weight.dtype
         if self.alone or not weight.shape[0]:
@@ -413,9 +411,8 @@ class Spread:
 
 
 def ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An order sorted by group, the rank inside its group of each member in that order, and
-    the size of each group.
-    """
+    """A sorting order by group, the rank of each member inside its group (in that order), and the
+    size of each group."""
     order = group.argsort(stable=True)
     count = torch.bincount(group, minlength=groups)
     start = count.cumsum(0) - count

@@ -143,7 +143,7 @@ first."""
 
 
 def attribute(func: Any) -> str | None:
-    """The attribute of a tensor that a call reads, if it reads one."""
+    """The tensor attribute that a call reads, if it reads one."""
     owner = getattr(func, "__self__", None)
     read = getattr(func, "__name__", "") == "__get__" and (
         inspect.isgetsetdescriptor(owner) or isinstance(owner, property)
@@ -167,7 +167,8 @@ class Source(NamedTuple):
 
 
 class Call:
-    """One call of a function on tensors that depend on the image, and the operation it is.
+    """One call of a function on tensors that depend on the image, and the operation it corresponds
+    to.
 
     Args:
         func, args, kwargs: what is called.
@@ -201,7 +202,7 @@ class Call:
         self.reads = sum(1 for t in tree_flatten((args, kwargs))[0] if self._tracked(t))
 
     def _add(self, op: Op) -> int:
-        """Add an operation to the graph before that of the call; its position."""
+        """Append an operation to the graph before that of the call. Returns its position."""
         self.ops.append(op)
         return len(self.ops) - 1
 
@@ -209,7 +210,7 @@ class Call:
         return isinstance(value, Tensor) and any(value is t for t in self.sources)
 
     def _constant(self, value: Any) -> Any:
-        """Constants as they are now, without a batch dimension that only repeats them."""
+        """The current value of a constant, without a batch dimension that only repeats it."""
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
         batch = self.sources[0].shape[0]
@@ -228,14 +229,14 @@ class Call:
         )
 
     def bound(self, *names: str, **defaults: Any) -> dict[str, Any]:
-        """The arguments by name; an unknown one is refused."""
+        """The arguments by name. An unknown argument is refused."""
         every = [*names, *defaults]
         if len(self.args) > len(every) or any(name not in every for name in self.kwargs):
             raise self.refuse(f"unexpected arguments {sorted(self.kwargs)}")
         return {**defaults, **dict(zip(every, self.args, strict=False)), **self.kwargs}
 
     def op(self) -> Op | int:
-        """The operation, or the position of the one whose value is passed on."""
+        """The operation, or the position of an earlier one whose value is passed through."""
         func, single = self.func, len(self.sources) == 1 and self.reads == 1
         first = self.args[0] if self.args else self.kwargs.get("input")
         if self.kwargs.get("out") is not None:
@@ -282,7 +283,7 @@ class Call:
         return Curved(self.name, self.inputs, self.shape, CURVES[self.func])
 
     def _clamp(self) -> Op | int:
-        """``lo + (v - lo)^+ - (v - hi)^+``: a tree of splits can decide the signs of ReLUs."""
+        """``lo + (v - lo)^+ - (v - hi)^+``, because branch and bound splits ReLUs."""
         kind = CLAMPS[self.func]
         if kind == "relu6":
             self.bound("input", inplace=False)
@@ -515,8 +516,8 @@ class Call:
         )
 
     def function(self, absolute: bool = False) -> Callable[..., Tensor]:
-        """The call as a function of its sources, in their precision, or that with its constants'
-        absolute values."""
+        """The call as a function of its sources, in their precision; with ``absolute``, the same
+        with the absolute values of its constants."""
         func, args, kwargs = self.func, self.args, self.kwargs
         keys = [id(t) for t in self.sources]
         kept = tree_map(
@@ -539,7 +540,7 @@ class Call:
 
     @torch.no_grad()
     def _check_affine(self, function: Callable[..., Tensor]) -> None:
-        """Refuse a function that mixes images or is not affine, as random inputs show."""
+        """Refuse a function that mixes images or is not affine, tested on random inputs."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(part: Shape) -> Tensor:
@@ -585,7 +586,7 @@ arguments."""
 
 
 class _Slot:
-    """Where a source enters a call."""
+    """The argument position of a source in a call."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -62,7 +62,7 @@ ROOM = 0.8
 
 @dataclass(frozen=True)
 class CertifySettings:
-    """Checked settings of :func:`certify`, which documents them."""
+    """Validated settings of :func:`certify`, where they are documented."""
 
     method: Method
     plans: Plans
@@ -91,7 +91,7 @@ class BeyondReach(Exception):
 
 
 class CertificateStatus(Enum):
-    """What a certificate says about an image; the value explains it and names the remedy."""
+    """The outcome for an image. The value is the explanation, with a remedy if there is one."""
 
     CERTIFIED = "every image of the ball gets the label"
     FALSIFIED = "an image of the ball gets another label: see counterexample"
@@ -164,7 +164,8 @@ class CertificateResult(Summarised):
         return {"method": self.method, "plans": self.plans, "kernel": self.kernel}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the result to a safetensors file, with all that :func:`wball.verify` needs."""
+        """Write the result to a safetensors file, with everything that :func:`wball.verify`
+        needs."""
         tensors = {"certified": self.certified, "margin": self.margin, "seconds": self.seconds}
         if self.counterexample is not None:
             tensors["counterexample"] = self.counterexample
@@ -307,7 +308,7 @@ def _certify(
 def _result(
     clean: Tensor, margin: Tensor, effort: CertifySettings, kernel: str, seconds: Tensor
 ) -> CertificateResult:
-    """What bounds of the margins, and the margins of the images themselves, say."""
+    """The result for bounds of the margins and the clean margins."""
     certified = (margin > 0) & (clean > 0)
     status = tuple(
         CertificateStatus.CERTIFIED
@@ -332,7 +333,7 @@ def _decide(
     known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for images that are not certified yet; ``known`` are bounds of their
+    """Branch and bound for images that are not certified yet; ``known`` are the bounds of their
     units."""
     margin, certified, status = found.margin, found.certified, list(found.status)
     counterexample, seconds = x.clone(), found.seconds
@@ -421,7 +422,7 @@ def certified_radius(
 
 
 def _next_radius(clean: Tensor, low: Tensor, high: Tensor, taken: Tensor, lost: Tensor) -> Tensor:
-    """Where the margin should vanish, if what a ball takes off it is a power of the radius.
+    """The radius at which the margin should vanish, if the loss of margin is a power of the radius.
 
     ``taken`` at ``low`` and ``lost`` at ``high`` give the power; one end alone is extrapolated with
     1.2. Between two ends the result keeps an eighth of their distance from both, so that the
@@ -487,24 +488,26 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _images_at_once(x: Tensor) -> int:
-    """Images bounded together; on a GPU their anchors take half a megabyte per pixel."""
+    """Number of images to bound together; on a GPU their anchors take half a megabyte per pixel."""
     if x.is_cuda:
         return min(512, max(2, free_bytes(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
 
 
 def _searched(x: Tensor) -> int:
-    """Images that branch and bound searches together."""
+    """Number of images that branch and bound searches together."""
     return min(64, max(1, free_bytes(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
 
 
 def _room(x: Tensor) -> int:
-    """Bytes that gains of units searched together may take: a GPU's free memory, 2 GiB on a CPU."""
+    """Bytes available for the gains of units that are searched together: a GPU's free memory, or 2
+    GiB on a CPU."""
     return max(1, free_bytes(x.device)) if x.is_cuda else 2**31
 
 
 def _numbers_at_once(x: Tensor) -> int:
-    """Numbers that a chunk of rows may hold: about a CPU's cache, or a share of a GPU's memory."""
+    """Number of values in a chunk of rows: about the size of a CPU's cache, or a share of a GPU's
+    memory."""
     return min(2**29, max(2**22, free_bytes(x.device) // 2**7)) if x.is_cuda else 2**22
 
 

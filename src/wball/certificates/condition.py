@@ -93,7 +93,7 @@ class Condition:
 def condition(
     rows: Rows, charges: Charges | None, largest: Tensor, constant: Tensor, centre: Tensor
 ) -> Condition:
-    """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order.
+    """The condition ``m <= 0`` from a lower bound of ``m``, one row per problem in their order.
 
     ``largest`` is the largest value of minus the rows plus charges.
     """

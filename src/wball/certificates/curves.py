@@ -40,7 +40,7 @@ class Curve:
     turn: tuple[float, float] = (math.inf, -math.inf)
 
     def between(self, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the largest value on intervals, with room for rounding."""
+        """Smallest and largest value on intervals, widened for rounding."""
         known = torch.isfinite(low) & torch.isfinite(up)
         start, end = torch.where(known, low, 0.0), torch.where(known, up, 0.0)
         first, last = self.function(start), self.function(end)

@@ -31,8 +31,8 @@ FOLDED = 2**27
 
 @dataclass(frozen=True)
 class Op(ABC):
-    """One operation: ``inputs`` are positions of the operations it reads, ``shape`` its value
-    without the batch."""
+    """One operation: ``inputs`` are the positions of its input operations, ``shape`` is that of its
+    value without the batch."""
 
     name: str
     inputs: tuple[int, ...]
@@ -45,16 +45,16 @@ class Input(Op):
 
 
 class Affine(Op):
-    """An operation that is affine in everything it reads."""
+    """An operation that is affine in all of its inputs."""
 
     @abstractmethod
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        """``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k, h_k>``: the constant (N,) and the
-        rows."""
+        """Carry rows back to the inputs: ``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k,
+        h_k>``. Returns the constant (N,) and the rows."""
 
     @abstractmethod
     def forward(self, *values: Tensor) -> Tensor:
-        """The operation itself, in the values' precision."""
+        """Apply the operation, in the precision of the values."""
 
     def interval(self, *values: Interval) -> Interval | None:
         """What intervals become, coordinate by coordinate; ``None`` if the operation does not
@@ -92,8 +92,8 @@ class Linear(Affine):
 
 @dataclass(frozen=True)
 class Conv2d(Affine):
-    """A convolution with zero padding. ``weight`` gives the kernel, so that average pooling is one,
-    too."""
+    """A convolution with zero padding. ``weight`` gives the kernel, so average pooling is also
+    one."""
 
     before: Shape
     weight: Tensor
@@ -164,7 +164,7 @@ class Diagonal(Affine):
 
 @dataclass(frozen=True)
 class Sum(Affine):
-    """``h_1 + sign * h_2``: where a residual branch joins."""
+    """``h_1 + sign * h_2``, such as the end of a residual branch."""
 
     sign: float
 
@@ -277,16 +277,16 @@ class Graph:
     slack: Tensor | None = None
 
     def slack_of(self, y: Tensor, other: Tensor) -> Tensor | float:
-        """What the difference of two logits may be off by."""
+        """The largest error of the difference of two logits."""
         return 0.0 if self.slack is None else self.slack[y] + self.slack[other]
 
     def relaxed(self) -> list[int]:
-        """Positions of the operations that need bounds on what they read, in order."""
+        """Positions of the operations whose inputs need bounds, in order."""
         return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved))]
 
     def multiplications(self) -> float:
-        """About how many multiplications bounds of all relaxed units take: rows are carried back
-        from each of them, on patches that grow until they cover the map."""
+        """Approximate number of multiplications for the bounds of all relaxed units: rows are
+        carried back from each of them, on patches that grow until they cover the map."""
         total = 0.0
         for target in self.relaxed():
             sides, cost = {self.ops[target].inputs[0]: 1.0}, 0.0
@@ -309,7 +309,7 @@ class Graph:
 
     @torch.no_grad()
     def values(self, x: Tensor) -> dict[int, Tensor]:
-        """What each relaxed operation reads when the network is given ``x``, in the precision of
+        """The input of each relaxed operation for the network input ``x``, in the precision of
         ``x``."""
         wanted = {self.ops[k].inputs[0] for k in self.relaxed()}
         found = {position: value for position, value in self._run(x) if position in wanted}
@@ -317,12 +317,12 @@ class Graph:
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """What the network answers."""
+        """The logits of the network."""
         return deque(self._run(x), maxlen=1)[0][1]
 
     @torch.no_grad()
     def rounded(self, x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-        """What the network answers when every operation makes random errors of the size of its
+        """The logits of the network when every operation has random errors of the size of its
         rounding.
 
         A sum of ``n`` products is off by about ``log2(n)`` units of the sum of their magnitudes.
@@ -355,8 +355,7 @@ class Graph:
     def _run(
         self, x: Tensor, spoil: Callable[[Op, list[Tensor], Tensor], Tensor] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The value of every operation, in order; each is forgotten once nothing reads it any
-        more."""
+        """The value of every operation, in order. Each value is deleted after its last use."""
         last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
         held: dict[int, Tensor] = {0: x}
         yield 0, x
@@ -437,7 +436,8 @@ def transposed(
 
 
 def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
-    """The same, as one product of the windows of ``a`` for all remainders by the stride.
+    """The transposed convolution as one product of the windows of ``a`` for all remainders modulo
+    the stride.
 
     Outputs with the same remainder are an ordinary convolution of ``a`` with a part of the kernel.
     """

@@ -64,7 +64,8 @@ Lower = Literal["adaptive", "parallel"]
 
 @dataclass
 class Bounds:
-    """What each relaxed operation reads lies in ``[lower, upper]``, ``(B, *shape)``, in float64."""
+    """Bounds ``[lower, upper]`` of the input of each relaxed operation, ``(B, *shape)``, in
+    float64."""
 
     lower: dict[int, Tensor] = field(default_factory=dict)
     upper: dict[int, Tensor] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Bounds:
 
     @staticmethod
     def join(parts: list[Bounds]) -> Bounds:
-        """The bounds of several groups of images, one after the other."""
+        """Concatenate the bounds of several groups of images."""
         lower, upper = (
             {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
             for sides in ([part.lower for part in parts], [part.upper for part in parts])
@@ -86,16 +87,15 @@ class Bounds:
         return Bounds(lower, upper)
 
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
-        """Store bounds, in the order of their units whatever the memory format of the network
-        that computed them.
-        """
+        """Store bounds in the order of the units, regardless of the memory format of the
+        network."""
         self.lower[position] = lower.nan_to_num(
             -math.inf, math.inf, -math.inf
         ).contiguous()  # NaN is no bound
         self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
 
     def put(self, index: Tensor, other: Bounds) -> None:
-        """Write back the bounds of a subset."""
+        """Write the bounds of a subset of the images."""
         for position in other.lower:
             self.lower[position][index] = other.lower[position]
             self.upper[position][index] = other.upper[position]
@@ -104,27 +104,23 @@ class Bounds:
         return (self.lower[position] < 0) & (self.upper[position] > 0)
 
     def worth_a_row(self, position: int) -> Tensor:
-        """Units whose activation bends where it matters: one that crosses 0 by rounding needs
-        no better bound.
-        """
+        """Units for which a better bound matters: those that cross 0 by more than rounding."""
         low, up = self.lower[position], self.upper[position]
         small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
         return (low < 0) & (up > 0) & ~small
 
 
 class Intervals:
-    """What the values of a graph can be over an input set, coordinate by coordinate, as far
-    as bounds are known.
-    """
+    """Intervals of the values of a graph over an input set, coordinate by coordinate, from the
+    known bounds."""
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.graph, self.source = graph, source
         self._found: dict[int, Interval | None] = {}
 
     def start(self, position: int, bounds: Bounds) -> None:
-        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and
-        enough for many units.
-        """
+        """Bounds by one interval step from the bounds of earlier layers, which is cheap and
+        sufficient for many units."""
         source = self.graph.ops[position].inputs[0]
         for place in range(source + 1):
             if place in self._found:
@@ -155,7 +151,7 @@ class Intervals:
 
 
 def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
-    """The interval after an operation, with room for the rounding of every sum in it."""
+    """The interval after an operation, widened for the rounding of every sum in it."""
     found = op.interval(*parts)
     summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
     if found is None or summed is None:
@@ -299,7 +295,7 @@ class Relaxation:
     def _chunk(
         self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool
     ) -> int:
-        """How many rows over ``target`` fit into the budget, by one trial."""
+        """Number of rows over ``target`` that fit into the budget, found by one trial."""
         if (target, anchored) not in self._chunks:
             largest = [1]
             step = self._relax(bounds)
@@ -323,8 +319,8 @@ class Relaxation:
         *,
         anchored: bool = False,
     ) -> None:
-        """Bound what relaxed operation ``position`` reads: all units at first, then only its
-        unstable units again.
+        """Bound the input of relaxed operation ``position``: all units the first time, later only
+        its unstable units.
 
         New bounds replace old ones only where they are tighter. Units found stable need no second
         bound: theirs may stay infinite. ``anchored`` uses the anchors of earlier layers and leaves
@@ -365,7 +361,7 @@ class Relaxation:
             self._bound_units(position, bounds, some, sign, anchored)
 
     def _bound_convolution(self, position: int, bounds: Bounds) -> bool:
-        """Bound the units of a first convolution without rows, where that is possible."""
+        """Bound the units of a first convolution without rows, if possible."""
         layer = image_convolution(self.graph, position)
         several = self.source.shares_moves and len(self.source.moves) > 1
         if layer is None or self.centre is None or not several:
@@ -382,9 +378,8 @@ class Relaxation:
     def _bound_with_gains(
         self, position: int, bounds: Bounds, every: Tensor, gains: Collector
     ) -> None:
-        """Bound units from below, those that stay unstable from above, and leave an anchor
-        with the gains of these.
-        """
+        """Bound units from below, then those still unstable from above, and create an anchor from
+        the gains of the latter."""
         gains.choose(bounds.lower[position], bounds.upper[position])
         self._bound_units(position, bounds, every, self.like.new_ones(every.shape), True)
         every = every[bounds.worth_a_row(position).flatten()[every]]
@@ -394,9 +389,8 @@ class Relaxation:
             self.anchors[position] = found
 
     def _shared_gains(self, position: int) -> bool:
-        """Units of a first convolution share their gains: their anchor is ready without rows,
-        or was given.
-        """
+        """Whether the units share their gains, as those of a first convolution do: their anchor
+        needs no rows, or was given."""
         if position in self.anchors:
             return True
         if not self.source.shares_moves or self.centre is None:
@@ -407,11 +401,11 @@ class Relaxation:
         return True
 
     def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor) -> Tensor:
-        """Leave out images for which rows do not help: a large layer, hardly a unit of which can be
-        proved stable.
+        """Remove images for which rows do not help: those with a large layer in which hardly any
+        unit can be proved stable.
 
-        Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A
-        sample decides, image by image; the units keep their intervals, where they have one.
+        Bounds over such a layer are useless in any case, and its rows would take minutes. A sample
+        decides, image by image; the units keep their intervals, where they have one.
         ``sign`` is the side that could prove each unit of the batch stable.
         """
         size = math.prod(self.graph.ops[position].shape)
@@ -438,8 +432,8 @@ class Relaxation:
         anchored: bool = False,
         gains: Collector | None = None,
     ) -> None:
-        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is
-        tighter.
+        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep tighter
+        bounds.
 
         ``every`` lists them by flat position in the whole batch.
         """
@@ -514,8 +508,8 @@ class Relaxation:
 def anchored_line(
     low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where
-    there is one.
+    """Bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and a mask of
+    where it exists.
 
     Where the unit is stable or its centre is not strictly inside, the given line stays, without a
     bend.

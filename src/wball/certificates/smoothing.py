@@ -38,7 +38,7 @@ from wball.model import Model, ask, evaluating, top_class
 
 @dataclass(frozen=True)
 class SmoothingResult:
-    """What smoothing says about each image.
+    """The outcome of smoothing for each image.
 
     Attributes:
         prediction: the class with the most votes.
@@ -57,7 +57,7 @@ class SmoothingResult:
     samples: int
 
     def certified(self, y: Tensor, eps: float = 0.0) -> Tensor:
-        """Which images are right and certified beyond ``eps``."""
+        """Which images are classified correctly and certified beyond ``eps``."""
         return (
             ~self.abstained
             & (self.prediction == y.to(self.prediction.device))
@@ -66,9 +66,8 @@ class SmoothingResult:
 
 
 def divergence(horizontal: Tensor, vertical: Tensor) -> Tensor:
-    """What flows along the edges change: ``(B, C, H, W - 1)`` rightwards and ``(B, C, H - 1,
-    W)`` downwards.
-    """
+    """The change of each pixel by flows along the edges: ``(B, C, H, W - 1)`` rightwards and ``(B,
+    C, H - 1, W)`` downwards."""
     across = F.pad(horizontal, (1, 0)) - F.pad(horizontal, (0, 1))
     return across + F.pad(vertical, (0, 0, 1, 0)) - F.pad(vertical, (0, 0, 0, 1))
 
@@ -77,9 +76,8 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
     """``x + m div(f)`` with Laplace noise ``f`` of this scale on every edge; ``m`` is the image's
     mass.
 
-    Mass is kept, pixels may leave the box: the model must be trained on such images. The standard
-    deviation of the
-    noise is ``sqrt(2) * scale``.
+    Mass is preserved, but pixels may leave the box: the model must be trained on such images. The
+    standard deviation of the noise is ``sqrt(2) * scale``.
     """
     scale = inputs.check_positive("scale", scale)
     inputs.check_generator(generator)
@@ -110,7 +108,7 @@ def _laplace(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | 
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:
-    """Clopper and Pearson: the probability of success is at least this, except with probability
+    """The Clopper-Pearson lower bound of the probability of success, wrong with probability at most
     ``alpha``.
 
     >>> round(lower_confidence(100, 100, 0.001), 4)
@@ -164,9 +162,9 @@ class FlowSmoothing:
         generator: torch.Generator | None = None,
         time_limit: float = math.inf,
     ) -> Tensor:
-        """How often each class wins among noisy copies of each image, ``(B, classes)``. NaN is a
-        vote for none, and so are copies that are not drawn within ``time_limit`` seconds per image.
-        """
+        """Number of noisy copies of each image that are classified as each class, ``(B, classes)``.
+        NaN counts for no class, and neither do copies that are not drawn within ``time_limit``
+        seconds per image."""
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
@@ -201,8 +199,7 @@ class FlowSmoothing:
         alpha: float = 0.001,
         generator: torch.Generator | None = None,
     ) -> SmoothingResult:
-        """The smoothed classifier's answer, or an abstention where two classes are too close to
-        tell.
+        """The prediction of the smoothed classifier, or an abstention if two classes are too close.
 
         If it does not abstain, the class differs from that of the smoothed classifier with
         probability at most ``alpha``.
@@ -228,8 +225,8 @@ class FlowSmoothing:
         generator: torch.Generator | None = None,
         time_limit: float = 60.0,
     ) -> SmoothingResult:
-        """Radii within which the smoothed classifier's answer is certified, each with confidence
-        ``1 - alpha``.
+        """Radii within which the prediction of the smoothed classifier is certified, each with
+        confidence ``1 - alpha``.
 
         ``select`` samples choose the class; ``samples`` fresh ones bound its probability. Samples
         that are not drawn within ``time_limit`` seconds per image count against the class, so that

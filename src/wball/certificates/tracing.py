@@ -161,8 +161,8 @@ READERS = frozenset(
 
 
 class Valueless(Tensor):
-    """Shape, dtype and device of a tensor, and which others share its memory; asking for its values
-    is an error.
+    """Shape, dtype and device of a tensor, and the tensors that share its memory. Reading its
+    values is an error.
 
     PyTorch's own ``FakeTensor`` does the same, but loads its compiler for it, and all that this
     depends on. Here the shapes are followed by zeros, where no model can read them.
@@ -217,7 +217,7 @@ class Valueless(Tensor):
 
 
 def memory(tensor: Tensor) -> int:
-    """What two tensors have in common if one changes with the other."""
+    """An identifier of a tensor's memory: tensors with the same one change together."""
     held = tensor.behind if isinstance(tensor, Valueless) else tensor
     return held.untyped_storage()._cdata
 
@@ -226,12 +226,12 @@ Name = tuple[int, int]
 
 
 def label(tensor: Tensor) -> Name:
-    """What a tensor is recorded under; swapping tensors changes their memory."""
+    """The key under which a tensor is recorded; swapping tensors changes their memory."""
     return id(tensor), memory(tensor)
 
 
 class _Watcher(TorchDispatchMode):
-    """Shows a recorder every operation that PyTorch runs, also those that no function call
+    """Passes every operation that PyTorch runs to a recorder, including those that no function call
     shows."""
 
     @classmethod
@@ -254,7 +254,7 @@ class _Watcher(TorchDispatchMode):
 
 
 class Recorder(TorchFunctionMode):
-    """Turns the calls that one run makes into operations.
+    """Turns the calls of one run into operations.
 
     A refusal is remembered, so that a model cannot catch it. Operations that run outside a recorded
     call (scripts, custom operators, other threads) must not touch what depends on the image.
@@ -276,7 +276,7 @@ class Recorder(TorchFunctionMode):
         self._append(Input("image", (), tuple(x.shape[1:])), x)
 
     def graph(self, logits: Any) -> Graph:
-        """The graph of what was recorded, once the run is over."""
+        """The graph of the recorded operations, after the run."""
         if isinstance(logits, Tensor) and label(logits) in self.stale:
             raise self._changed("the result")
         if not isinstance(logits, Tensor) or label(logits) not in self.place or logits.ndim != 2:
@@ -313,13 +313,12 @@ class Recorder(TorchFunctionMode):
                 sys.setprofile(self.profile)
 
     def refuse(self, refusal: UnsupportedModule) -> UnsupportedModule:
-        """Remember the first refusal: a model may catch the exception, the end of the run does
-        not."""
+        """Remember the first refusal, because the model may catch the exception."""
         self.refusal = self.refusal or refusal
         return self.refusal
 
     def follow(self, frame: FrameType, event: str, _: Any) -> Any:
-        """Note which lines of the model's own code run."""
+        """Record which lines of the model's own code run."""
         if not trust.is_own(frame):
             return None
         self.ran.setdefault(frame.f_code, (frame.f_globals, set()))[1].add(frame.f_lineno)
@@ -423,7 +422,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _append(self, op: Op | int, result: Tensor) -> None:
-        """Remember what a tensor is: a new operation, or the value of an old one."""
+        """Record the origin of a tensor: a new operation, or the value of an old one."""
         if isinstance(op, Op):
             self.ops.append(op)
             op = len(self.ops) - 1
@@ -453,8 +452,8 @@ class Recorder(TorchFunctionMode):
 
 
 def _reads_only_form(func: Any, args: tuple[Any, ...], source: Tensor) -> bool:
-    """Whether a call makes a constant in the shape, dtype or device of a tensor that depends on the
-    image."""
+    """Whether a call creates a constant with the shape, dtype or device of a tensor that depends on
+    the image."""
     if args and args[0] is source:
         return func in MADE_LIKE
     return func in FITTED and len(args) > 1 and args[1] is source

@@ -37,7 +37,7 @@ some ten random errors."""
 
 
 class UnsupportedModule(TypeError):
-    """The model contains an operation for which no bound is known. The message names it."""
+    """The model contains an operation without a known bound. The message names it."""
 
 
 # ---- modules
@@ -61,7 +61,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _compiles(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` returns. Asking for its type would load the
+    """Whether a module was returned by ``torch.compile``. Reading its type would import the
     compiler."""
     return "torch._dynamo" in sys.modules and type(module) is torch._dynamo.OptimizedModule
 
@@ -179,7 +179,7 @@ class _Digest(pickle.Pickler):
         self.hash.update(data)
 
     def persistent_id(self, value: Any) -> Any:
-        """Tensors enter by their numbers, functions and classes by what they hold."""
+        """Hash tensors by their values, and functions and classes by their contents."""
         if isinstance(value, Tensor):
             grad = value.grad if "grad" in self.names and value.is_leaf else None
             return str(value.dtype), _bytes(value), grad, self._named(vars(value))
@@ -231,7 +231,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def probes(x: Tensor) -> Tensor:
-    """Some of the images, and points on the way from the first one to noise beyond their range.
+    """Some of the images, and points between the first one and noise beyond their range.
 
     A graph is the model everywhere, so points outside the ball and the box must agree as well.
     """
@@ -247,7 +247,8 @@ def probes(x: Tensor) -> Tensor:
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Of a precision; GPUs may round what float32 convolutions read to ten bits."""
+    """The unit roundoff of a precision; GPUs may round the inputs of float32 convolutions to ten
+    bits."""
     unit = torch.finfo(dtype).eps / 2
     return max(unit, 2.0**-11) if device.type == "cuda" and dtype is torch.float32 else unit
 
@@ -266,8 +267,8 @@ def undisturbed(model: nn.Module, ran: Ran) -> Iterator[None]:
 
 @torch.no_grad()
 def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
-    """Refuse a graph that does not answer as the model does, logit by logit, up to the rounding of
-    the points' dtype.
+    """Refuse a graph whose logits differ from the model's by more than the rounding of the points'
+    dtype.
 
     Each logit has its own tolerance: one that is huge does not hide the others. The result is what
     each logit may be off by in the points' dtype, ``(classes,)``: every operation is given random
@@ -293,7 +294,7 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
 
 @contextmanager
 def steady(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse a model that gives other logits for the same batches at the end than at the start."""
+    """Refuse a model whose logits for the same batches change between start and end."""
 
     @torch.no_grad()
     def answers() -> list[Tensor]:
@@ -313,7 +314,7 @@ def steady(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _answers(model: nn.Module, points: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What the model answers in the ways in which it may be asked, and how."""
+    """The model's outputs in each way of calling it, with a description of the way."""
 
     def asked(given: Tensor) -> Tensor:
         with torch.autocast(points.device.type, enabled=False):

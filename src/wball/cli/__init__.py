@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--verbose" in line:  # an option of all commands: it may follow the command's name
         line.insert(0, line.pop(line.index("--verbose")))
     try:
-        import typer  # here, so that an interruption of the imports is reported, too
+        import typer  # here, so that an interrupted import is reported as well
 
         # typer may bring its own copy of click: its exported exception leads to the base class.
         usage: type[Exception] = typer.BadParameter.__mro__[2]
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.code or 0
         return _fail(str(done.code), BAD_INPUT)
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
-        if not _signals:  # commands import, too
+        if not _signals:  # commands import modules as well
             return _fail(*_sorted(error))
         code = INTERRUPTED
     if code == INTERRUPTED:
@@ -79,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, _interrupt)
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself
         signal.signal(signal.SIGTERM, _interrupt)
     code = main()
     if code == INTERRUPTED:
-        # Python would end by SIGINT instead of this code if the signal met a callback from C.
+        # If the signal arrived in a C callback, Python would exit by SIGINT, not with this code.
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -108,11 +108,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _warn(message: Warning | str, *_: Any) -> None:
-    """Print a warning in one line, as errors are."""
+    """Print a warning on one line, in the format of errors."""
     print(f"wball: warning: {_one_line(str(message))}", file=sys.stderr)
 
 
 def _fail(message: str, code: int) -> int:
+    """Print an error, and return the exit code."""
     if os.environ.get("WBALL_DEBUG"):
         import traceback
 
@@ -128,13 +129,14 @@ def _one_line(text: str) -> str:
 
 
 def _usage(error: Exception) -> str:
+    """The message of a usage error, with the command's help."""
     message = getattr(error, "format_message", lambda: str(error))().rstrip(".")
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message}; see `{context.command_path} --help`"
+    return message if context is None else f"{message} (see `{context.command_path} --help`)"
 
 
 def _sorted(error: Exception) -> tuple[str, int]:
-    """The message and the exit code for what a command raised."""
+    """The message and exit code for an exception raised by a command."""
     from wball.attacks.attack import out_of_memory
     from wball.storage.files import FolderInUse
 

@@ -79,12 +79,12 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def open_console(as_json: bool = False) -> Console:
-    """Where results are printed; silent where JSON is printed instead."""
+    """The console for results; it prints nothing if JSON is printed instead."""
     from rich.console import Console
 
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
 def print_json(content: Any) -> None:
-    """Print plain data for programs."""
+    """Print plain data as JSON."""
     sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")

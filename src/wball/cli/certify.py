@@ -29,10 +29,10 @@ def certify(
         ),
     ] = "anchored",
     time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="SECONDS", help="time per image")
+        float, typer.Option("--time-limit", metavar="SECONDS", help="time limit per image")
     ] = 60.0,
     check: Annotated[
-        bool, typer.Option("--verify", help="confirm certificates by the independent checker")
+        bool, typer.Option("--verify", help="confirm certificates with the independent checker")
     ] = False,
     window: options.Window = 5,
     pictures: options.DataChoice,

@@ -45,7 +45,8 @@ ones: the larger an image, the smaller the radius that breaks a network."""
 
 
 def device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets its own GPU."""
+    """The device for ``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets its own
+    GPU."""
     import torch
 
     from wball.inputs import find_device
@@ -126,7 +127,7 @@ def load_images(
 
 
 def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str] | None]:
-    """The data that ``--data`` names, a name for results, and the names of the classes."""
+    """The data for ``--data``, their name in results, and the names of the classes."""
     from wball.data import (
         ImageFolder,
         NpzFile,
@@ -208,7 +209,7 @@ def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
 
 
 def radii(text: str) -> list[float]:
-    """Read ``0.1,0.2,0.5`` as numbers."""
+    """Parse radii such as ``0.1,0.2,0.5``."""
     try:
         values = sorted({float(part) for part in text.replace(" ", ",").split(",") if part})
     except ValueError:
@@ -223,7 +224,8 @@ def radii(text: str) -> list[float]:
 def sensible_radii(
     models: Sequence[Model], images: LoadedImages, ball: WassersteinBall, seed: int
 ) -> list[float]:
-    """Up to five round radii where the accuracy falls, found by a quick attack on a few images."""
+    """Up to five round radii over the range in which accuracy falls, found by a quick attack on a
+    few images."""
     import torch
 
     from wball.attacks import DualAveraging, minimal_radius
@@ -250,7 +252,8 @@ def sensible_radii(
 
 
 def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
-    """At most ``count`` numbers of one digit between ``low`` and ``high``, evenly spaced by ratio.
+    """At most ``count`` one-digit numbers between ``low`` and ``high``, evenly spaced on a
+    logarithmic scale.
 
     >>> round_numbers(0.04, 0.6)
     [0.04, 0.08, 0.2, 0.3, 0.6]
@@ -298,13 +301,13 @@ def setting(assignment: str) -> tuple[str, Any]:
 
 @contextlib.contextmanager
 def prints_aside(aside: bool) -> Iterator[None]:
-    """Send what the user's own code prints to stderr if stdout is for JSON alone."""
+    """Redirect the output of the user's code to stderr if stdout is reserved for JSON."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield
 
 
 def main_process() -> bool:
-    """Whether this process writes for all of those that ``torchrun`` started."""
+    """Whether this is the process that writes files and output under ``torchrun``."""
     from wball.storage.files import rank_and_size
 
     return rank_and_size()[0] == 0

@@ -61,7 +61,7 @@ def evaluate(
     ] = False,
     as_json: options.AsJson = False,
 ) -> int:
-    """Measure robust accuracy: attack a model, audit every example, write results and a report.
+    """Measure robust accuracy, audit every adversarial example, and write a report.
 
     MODEL is a bundled model (see `wball models`), a file (.pt, .pt2, .onnx, .safetensors, .pth),
     mine.py, mine.py:function or package.module:function. Several models are ranked in one report.
@@ -71,9 +71,9 @@ def evaluate(
         wball evaluate mine.py:net --data mnist --data-dir data --eps 0.1,0.2
         wball evaluate net.pth --architecture mine.py:net --data photos/ --resize 256 --crop 224
 
-    A decision for a release: the lower end of the 95 % confidence interval must reach 80 % at
-    radius 0.0001, which suits photos (0.1 suits digits). Exit codes: 0 passed, 3 an example failed
-    the audit, 6 the evaluation is not reliable, 7 a requirement is not met.
+    Use --require to gate a release. Here the lower end of the 95 % confidence interval must reach
+    80 % at radius 0.0001, which suits photos (0.1 suits digits). Exit codes: 0 passed, 3 an example
+    failed the audit, 6 the evaluation is not reliable, 7 a requirement is not met.
 
     \b
         wball evaluate classifier.onnx --data photos/ --require 0.0001:0.8
@@ -110,7 +110,9 @@ def evaluate(
         with choices.prints_aside(as_json):
             points = choices.sensible_radii([net for net, _ in made], images, threat, seed)
         shown = ", ".join(f"{r:g}" for r in points)
-        console.print(f"radii {shown} chosen by a quick search; --eps sets them", markup=False)
+        console.print(
+            f"radii {shown} were chosen by a quick search (set them with --eps)", markup=False
+        )
     points = sorted({*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)})
     console.print(
         f"{', '.join(name for _, name in made)} on {len(images.x)} images of {images.name}; "
@@ -176,15 +178,17 @@ def _earlier_radii(folders: list[Path]) -> list[float] | None:
 
 
 def _found(folder: Path) -> str | None:
-    """What an earlier run left in a folder."""
+    """A message about the results that an earlier run left in a folder."""
     if (folder / "results.json").is_file():
-        return f"{folder} contains a finished evaluation (--overwrite repeats it)"
+        return f"{folder} contains a finished evaluation (--overwrite starts over)"
     begun = len(list((folder / "batches").glob("batch-*.safetensors")))
-    return f"resumed in {folder}: {begun} batches were begun or finished before" if begun else None
+    return (
+        f"resumed in {folder}: {begun} batches were started or finished before" if begun else None
+    )
 
 
 def _plain(result: Evaluation, wanted: list[Requirement]) -> dict[str, Any]:
-    """The summary of an evaluation for programs."""
+    """The summary of an evaluation as plain data."""
     content = {
         "model": result.name,
         **result.summary(),

@@ -40,7 +40,7 @@ def models(
     for title, head, rows in (
         ("bundled models", ("model", "data", "clean accuracy", ""), bundled),
         (
-            "public models of others, downloaded on first use",
+            "public models by other authors, downloaded on first use",
             ("model", "authors", "licence of the repository", ""),
             others,
         ),
@@ -62,7 +62,7 @@ def data(
     ] = None,
     data_dir: options.DataDir = Path("data"),
 ) -> int:
-    """Download mnist, fashion-mnist or cifar10 into --data-dir; without a name, list data sets."""
+    """Download mnist, fashion-mnist or cifar10; without a name, list the data sets."""
     from rich.table import Table
 
     from wball.data import dataset_info, datasets
@@ -73,6 +73,9 @@ def data(
     if name is None:
         table = Table("data set", "images", "classes", "")
         table.add_row("sample", "1 x 28 x 28", "10", "1,000 MNIST test digits, inside the package")
+        table.add_row(
+            "cifar10-sample", "3 x 32 x 32", "10", "200 CIFAR-10 images, inside the package"
+        )
         for info in datasets().values():
             shape = " x ".join(map(str, info.shape))
             table.add_row(info.name, shape, str(len(info.classes)), info.title)

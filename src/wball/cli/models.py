@@ -46,7 +46,7 @@ OBVIOUS = ("model", "net", "get_model", "load_model", "build_model", "make_model
 def load_models(
     given: Sequence[str], how: ModelFiles, where: torch.device
 ) -> list[tuple[Model, str]]:
-    """Load the models onto a device, in evaluation mode, each with a name of its own."""
+    """Load the models onto a device, in evaluation mode, each with a unique name."""
     made = []
     for spec in given:
         model, name = load_one(spec, how.architecture)
@@ -63,7 +63,7 @@ def load_models(
 
 
 def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
-    """The model that the command line names, and its name."""
+    """Load the model for a command-line argument. Returns the model and its name."""
     from wball.zoo import list_models, load_model, public_models
 
     suffix = Path(spec).suffix.lower()
@@ -89,7 +89,7 @@ def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
 
 
 def own_network(option: str, spec: str) -> nn.Module:
-    """A network from Python code, ``mine.py`` or ``mine.py:function``, as it is made."""
+    """A network from Python code, ``mine.py`` or ``mine.py:function``, without changes."""
     from torch import nn
 
     if Path(spec).suffix != ".py" and ":" not in spec:
@@ -102,7 +102,7 @@ def own_network(option: str, spec: str) -> nn.Module:
 
 
 def _built(architecture: str) -> nn.Module:
-    """A network without weights: one of ours by name, or the user's own."""
+    """A network without weights: a named architecture, or the user's own."""
     from wball.zoo.architectures import architectures, build_model
 
     if architecture in architectures():
@@ -111,6 +111,7 @@ def _built(architecture: str) -> nn.Module:
 
 
 def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
+    """Load a model file of any supported format."""
     if not path.is_file():
         raise typer.BadParameter(f"no model file {path}")
     try:
@@ -126,7 +127,7 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
             return torch.jit.load(str(path), map_location="cpu")
     except (typer.BadParameter, ImportError, MemoryError):
         raise
-    except Exception as error:  # parsers of three formats, each with exceptions of its own
+    except Exception as error:  # parsers of three formats, each with its own exceptions
         raise typer.BadParameter(f"{path} cannot be read as a model: {said(error)}") from error
     from wball.storage.weights import load_weights, read_weights
 
@@ -179,7 +180,8 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _obvious_model(path: Path) -> Any:
-    """The one model that a Python file defines: an ``nn.Module``, or a function that makes one."""
+    """The only model that a Python file defines: an ``nn.Module``, or a function that returns
+    one."""
     from torch import nn
 
     loaded = _imported_file(path, str(path))
@@ -205,6 +207,7 @@ def _obvious_model(path: Path) -> Any:
 
 
 def _model_from(spec: str, value: Any) -> Any:
+    """The model that a Python object is or returns."""
     from torch import nn
 
     made = value if isinstance(value, nn.Module) else called(spec, value)
@@ -224,7 +227,7 @@ def find(spec: str) -> Any:
         loaded = _imported_file(Path(module), spec)
     else:
         if "" not in sys.path:
-            sys.path.insert(0, "")  # as `python -m` does: modules beside the user
+            sys.path.insert(0, "")  # as `python -m` does: modules in the current folder
         try:
             loaded = importlib.import_module(module)
         except (Exception, SystemExit) as error:
@@ -237,6 +240,7 @@ def find(spec: str) -> Any:
 
 
 def _imported_file(path: Path, spec: str) -> ModuleType:
+    """Import a Python file as a module."""
     if not path.is_file():
         raise typer.BadParameter(f"{spec}: there is no file {path}")
     try:
@@ -252,10 +256,10 @@ def _imported_file(path: Path, spec: str) -> ModuleType:
 
 
 def called(spec: str, function: Any) -> Any:
-    """What the user's function returns; what it raises is not this library's error."""
+    """Call the user's function. An exception in it is reported as an error of the user's code."""
     if not callable(function):
         raise typer.BadParameter(
-            f"{spec} is not callable, but {type(function).__name__}; expected a function or a model"
+            f"{spec} has type {type(function).__name__}, which is not callable; expected a function or a model"
         )
     try:
         return function()
@@ -264,5 +268,5 @@ def called(spec: str, function: Any) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception as one line of text."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

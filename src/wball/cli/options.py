@@ -12,7 +12,7 @@ ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names of models for the shell's completion."""
+    """Model names for shell completion."""
     from wball.zoo import list_models, public_models
 
     return [n for n in (*list_models(), *public_models()) if n.startswith(incomplete)]
@@ -54,7 +54,7 @@ Grey = Annotated[bool, typer.Option("--grey", help="read a folder's images as gr
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """How models are loaded and called."""
+    """Options for loading models."""
 
     architecture: Annotated[
         str | None,
@@ -80,7 +80,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class DataChoice:
-    """The images that a command line names."""
+    """Options for choosing images."""
 
     data: Annotated[
         str,

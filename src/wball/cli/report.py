@@ -22,7 +22,7 @@ def report(
             "--out",
             "-o",
             metavar="PATH",
-            help="file to write (.html or .tex), or folder of the merge",
+            help="file to write (.html or .tex), or folder for the joined evaluation",
         ),
     ] = None,
     merge: Annotated[
@@ -33,10 +33,13 @@ def report(
         typer.Option("--figures", metavar="DIR", help="also draw figures for papers"),
     ] = None,
     kind: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="of the figures: pdf, png or svg")
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="file format of the figures: pdf, png or svg"
+        ),
     ] = "pdf",
 ) -> int:
-    """Write one HTML file that shows and ranks evaluations (folders that `wball evaluate` wrote).
+    """Write a report that ranks evaluations: the folders written by `wball evaluate`.
 
     \b
         wball report out/a out/b --out both.html

@@ -51,7 +51,11 @@ def train(
     ] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option("--time-limit", metavar="SECONDS", help="stop in time; schedules adapt"),
+        typer.Option(
+            "--time-limit",
+            metavar="SECONDS",
+            help="limit the training time; schedules are shortened",
+        ),
     ] = None,
     init: Annotated[
         Path | None, typer.Option("--init", metavar="FILE", help="weights to fine-tune")
@@ -61,7 +65,7 @@ def train(
         typer.Option(
             "--teacher",
             metavar="MODEL",
-            help="model that gives soft labels (--set loss.teacher=0.5), as for `wball evaluate`",
+            help="model for soft labels (with --set loss.teacher=0.5), as in `wball evaluate`",
         ),
     ] = None,
     change: Annotated[
@@ -82,25 +86,25 @@ def train(
         typer.Option("--out", "-o", metavar="DIR", help="folder for weights, card and metrics"),
     ] = Path("out/train"),
 ) -> int:
-    """Train a model by a preset: standard, adversarial in a Wasserstein ball, or certified.
+    """Train a model with a preset: standard, adversarial or certified training.
 
     \b
         wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
         wball train mnist-adversarial --model mine.py:net --data photos/train
 
-    An unknown PRESET lists the known ones. The second command trains your own network on your own
+    PRESET is one of mnist-standard, mnist-binarized, mnist-linf-provable, mnist-adversarial-paper,
+    mnist-adversarial, mnist-adversarial-cnn, mnist-certified, mnist-certified-far,
+    cifar10-standard, cifar10-adversarial, cifar10-certified, cifar10-certified-deep and
+    cifar10-small. The second command trains your own network on your own
     images. If interrupted, rerun the same command to resume.
     """
     from wball.data import load_dataset
     from wball.training import preset as find
-    from wball.training import presets
     from wball.training import train as run
     from wball.training.config import OWN
     from wball.training.presets import override
     from wball.training.state import current, launched
 
-    if preset not in presets():
-        raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
     if test_data is not None and data is None:
         raise typer.BadParameter(
             "--test-data goes with --data: a preset's data set brings its own test images"

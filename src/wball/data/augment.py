@@ -59,8 +59,8 @@ class RandomAffine:
         draws = torch.rand(4, x.shape[0], device=x.device, generator=generator)
         angle, wide, high, shear = (2 * draws - 1) * self.amount
         angle, shear = angle * math.radians(10), 0.1 * shear
-        # A rotation times a shear, divided by the scales: where each pixel of the result looks in
-        # the image.
+        # A rotation times a shear, divided by the scales: it maps each pixel of the result to its
+        # source in the image.
         cosine, sine = angle.cos(), angle.sin()
         width, height = 1 + 0.1 * wide, 1 + 0.1 * high
         nothing = torch.zeros_like(angle)
@@ -72,7 +72,7 @@ class RandomAffine:
 
 @dataclass(frozen=True)
 class RandomCutout:
-    """Each image with a square of ``size`` pixels blackened, centred anywhere in the image.
+    """Blacken a square of ``size`` pixels in each image, centred anywhere in it.
 
     >>> int((RandomCutout(2)(torch.ones(1, 1, 8, 8)) == 0).sum()) in (1, 2, 4)
     True

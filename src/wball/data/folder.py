@@ -113,6 +113,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def _cropped(path: Path, image: Any, side: int) -> Any:
+    """The centre of an image, a square of this side."""
     width, height = image.size
     if side > min(width, height):
         raise ValueError(
@@ -144,7 +145,7 @@ def load_folder(
 def read_items(
     data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Items of a data set as ``(x, y)``.
+    """Read items of a data set as ``(x, y)``.
 
     The error names the first item that cannot be read or does not have the ``shape`` of item 0.
     """
@@ -206,7 +207,7 @@ def item_name(data: Any, k: int) -> str:
 
 
 def _behind(data: Any, k: int) -> tuple[Any, int]:
-    """The data set behind a ``Subset``, and the position of item ``k`` in it."""
+    """The data set that a ``Subset`` wraps, and the position of item ``k`` in it."""
     while isinstance(data, Subset):
         data, k = data.dataset, data.indices[k]
     return data, k
@@ -244,11 +245,12 @@ def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
 
 
 def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
+    """Decode an image as 8-bit RGB or grey; errors name the file."""
     from PIL import Image
 
     try:
         with Image.open(path, formats=formats) as opened:
-            known = opened.mode not in ("I", "F")  # Pillow would cut off what is above 255
+            known = opened.mode not in ("I", "F")  # Pillow would clip values above 255
             wide = opened.mode.startswith("I;16")
             image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
             image = image.convert("L" if grey else "RGB")
@@ -276,5 +278,5 @@ def _class_names(folders: list[str]) -> tuple[str, ...]:
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """16 bits as 8, rounded: 65535 becomes 255."""
+    """Convert 16-bit values to 8 bits, rounded: 65535 becomes 255."""
     return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)

@@ -106,7 +106,7 @@ def dataset_info(name: str) -> DatasetInfo:
         if isinstance(name, str) and plain(name) == plain(info.name):
             return info
     raise ValueError(
-        f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)"
+        f"unknown data set {name!r}; choose from {', '.join(_DATASETS)} (or use load_folder, to_tensors)"
     )
 
 
@@ -224,7 +224,7 @@ def read_idx(path: PathLike) -> Tensor:
 
 
 def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
-    """The images (bytes, ``N x 3 x 32 x 32``) and labels in one file of CIFAR-10's binary
+    """Read the images (bytes, ``N x 3 x 32 x 32``) and labels of one file of CIFAR-10's binary
     version."""
     content = np.fromfile(path, np.uint8)
     if len(content) == 0 or len(content) % _CIFAR10_BYTES:
@@ -272,6 +272,7 @@ def _idx_names(stem: str, ndim: int) -> list[str]:
 
 
 def _find(info: DatasetInfo, root: PathLike, names: Sequence[str]) -> Path:
+    """The first existing file of these names in the folders of a data set."""
     for folder in info.folders:
         for name in names:
             path = Path(root) / folder / name

@@ -29,12 +29,12 @@ def to_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Convert any source of images and labels to ``(x, y)``.
 
-    Args: data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a
-        ``Dataset`` of (image,
-            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image":
-            ..., "label": ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C``
-            if uint8, unless only the first axis has 1, 3 or 4 entries) or PIL images; bytes are
-            divided by 255.
+    Args:
+        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a
+            ``Dataset`` of (image, label) items, or a ``DataLoader`` of such batches (or of
+            dictionaries such as ``{"image": ..., "label": ...}``). Single images are tensors, NumPy
+            arrays (``H x W``; ``H x W x C`` if uint8, unless only the first axis has 1, 3 or 4
+            entries) or PIL images; 8-bit values are divided by 255.
         limit: largest number of images.
         device: device of the result (default: that of the data).
         items: ``data`` yields single images, never batches.
@@ -116,14 +116,15 @@ def class_names(data: Any) -> list[str] | None:
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor:
-    """``H x W`` or ``H x W x C`` bytes as ``C x H x W``, which they may be already."""
+    """Convert ``H x W`` or ``H x W x C`` bytes to ``C x H x W``; arrays already in that order are
+    kept."""
     first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
     planes = array[None] if array.ndim == 2 else array if first else array.transpose(2, 0, 1)
     return torch.from_numpy(planes.copy())
 
 
 def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Batches of images and labels out of anything that can be iterated or indexed."""
+    """Collect batches of images and labels from anything that can be iterated or indexed."""
     data = [data] if isinstance(data, Mapping) else data
     # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
     if (
@@ -167,8 +168,8 @@ def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], l
 
 
 def _pair(item: Any) -> tuple[Any, Any]:
-    """Image and label of an item or a batch: its first two parts, or known names in a
-    dictionary."""
+    """Image and label of an item or a batch: its first two elements, or the entries of a dictionary
+    with known names."""
     if isinstance(item, Mapping):
         images, labels = ([k for k in names if k in item] for names in (_IMAGE_NAMES, _LABEL_NAMES))
         if len(images) != 1 or len(labels) != 1:

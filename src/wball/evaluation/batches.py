@@ -73,14 +73,15 @@ class _Batch:
         return self.state["distance"].isinf().nonzero().squeeze(1)
 
     def count(self, code: str, images: int) -> None:
-        """Note on how many images a finding was seen, at the radius where it was seen most."""
+        """Record the number of images on which a finding was seen, at the radius where it was seen
+        most often."""
         findings = self.notes["findings"]
         findings[code] = max(findings.get(code, 0), images)
 
 
 @dataclass(frozen=True)
 class _Claims:
-    """Images that are claimed to be examples: where they belong, at which radius, by whom."""
+    """Images claimed to be adversarial: their positions, radius and origin."""
 
     index: Tensor
     images: Tensor
@@ -132,6 +133,7 @@ class Batches:
         return slice(batch * self.size, (batch + 1) * self.size)
 
     def _compute(self, number: int, shown: Bar) -> None:
+        """Attack and certify one batch at all radii that are not stored yet."""
         batch = self._resume(number)
         shown.advance(batch.notes["done"] * len(batch.x))
         attack: Attack | None = None
@@ -151,7 +153,7 @@ class Batches:
             shown.advance(len(batch.x))
 
     def _resume(self, number: int) -> _Batch:
-        """The batch as stored, or at its start."""
+        """The stored batch, or a new one."""
         x, y = self.data.take(self._part(number))
         if self.path(number).is_file():
             try:
@@ -185,7 +187,7 @@ class Batches:
         return _Batch(x, y, state, {**notes, "rejected": [], "findings": {}, "disagreements": []})
 
     def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A stored batch; a ``ValueError`` if the file is not this batch of this run."""
+        """Read a stored batch. Raises ``ValueError`` if the file is not this batch of this run."""
         state, notes = read_tensors(self.path(number))
         identity = {"run": json_checksum(self.settings), "batch": number}
         found = {} if not isinstance(notes, dict) else {key: notes.get(key) for key in identity}
@@ -195,7 +197,8 @@ class Batches:
 
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
-        """A generator, and torch's global random state, seeded for this batch and stage."""
+        """A generator seeded for this batch and stage; seeds PyTorch's global random state as
+        well."""
         entropy = [int(self.settings["seed"]), batch, stage]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
         device = self.data.device
@@ -208,11 +211,12 @@ class Batches:
             return answers(self.model, x, self.size).cpu()
 
     def _prepared(self, number: int, batch: _Batch) -> Attack:
-        """The attack after its inspection of the model. It does not depend on the first stage."""
+        """The attack after it has inspected the model, which does not depend on the first stage."""
         with self._randomness(number, len(self.radii)):
             return self.attack.at(self.radii[-1]).prepared(self.model, batch.x, batch.y)
 
     def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
+        """Attack the unbroken images of a batch, and record the valid examples."""
         left = batch.unbroken()
         if left.numel() == 0:
             return
@@ -305,7 +309,7 @@ class Batches:
         return report, proof.cpu()
 
     def _sampled(self, number: int) -> int:
-        """How many plans of a batch are checked at each radius."""
+        """Number of plans of a batch to check exactly at each radius."""
         total = max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(self.data)))
         total = min(total, SAMPLE_PIXELS // self.data.first[0].numel())
         return (number + 1) * total // self.count - number * total // self.count
@@ -340,7 +344,7 @@ class Batches:
             self._accept(batch, _Claims(index, images, radius, torch.full_like(index, -1)))
 
     def joined(self, begun: Mapping[str, Any]) -> Evaluation:
-        """The whole evaluation, after every batch is done."""
+        """Join all batches into the whole evaluation, after every batch is done."""
         columns: list[dict[str, Tensor]] = []
         rejected: list[dict[str, Any]] = []
         seen: Counter[str] = Counter()
@@ -374,10 +378,8 @@ class Batches:
         )
 
     def ask_again(self) -> tuple[EvaluationWarning, ...]:
-        """Ask the model about the clean images again, in the same batches.
-
-        Other answers mean that the model keeps a state that calls change, wherever it is.
-        """
+        """Run the model on the clean images again, in the same batches. Different outputs mean that
+        the model has hidden state that calls change."""
         changed = 0
         for batch in range(self.count):
             before = self._read(batch)[0]["logits"]
@@ -395,7 +397,7 @@ class Batches:
         )
 
     def pairs(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Original and adversarial images at ascending positions."""
+        """The original and adversarial images at ascending positions."""
         original = self.data[index].cpu()
         found = [original[:0]]
         for batch in (index // self.size).unique().tolist():
@@ -469,13 +471,13 @@ def answers(model: Model, x: Tensor, size: int) -> Tensor:
 
 
 def rounding(logits: Tensor) -> Tensor:
-    """Per image: the difference of logits that rounding explains."""
+    """The difference between logits that rounding can explain, per image."""
     return ROUNDING * logits.abs().amax(1)
 
 
 def answers_changed(before: Tensor, after: Tensor) -> Tensor:
-    """Images whose logits changed by more than nondeterministic kernels explain, or their class by
-    more than rounding does."""
+    """Images whose logits changed by more than nondeterministic kernels explain, or whose class
+    changed by more than rounding explains."""
     same = (before == after) | (before.isnan() & after.isnan())
     drift = (before - after).abs().masked_fill(same, 0.0).amax(1)
     slack = rounding(after)

@@ -57,7 +57,7 @@ checker may take minutes per image."""
 def as_warnings(
     findings: Sequence[Finding], signs: Sequence[EvaluationWarning]
 ) -> tuple[tuple[EvaluationWarning, ...], tuple[EvaluationWarning, ...]]:
-    """Warnings and notes, from the findings of the attack and the signs in the model."""
+    """Convert the findings of the attack and the signs in the model to warnings and notes."""
     seen = {finding.code for finding in findings}
     signs = [
         s for s in signs if s.code not in seen and (s.code in HARMLESS or not seen & DEALT_WITH)
@@ -69,7 +69,7 @@ def as_warnings(
 
 
 def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
-    """What the checks of the model report."""
+    """The findings of the model checks, as warnings."""
     return [EvaluationWarning(*sign) for sign in find_signs(model, x, y).items()]
 
 
@@ -161,7 +161,7 @@ def look_for_missed(
             "missed-example",
             "random points of the ball, or points towards other images, fool the model on "
             f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
-            "the attack is blind on this model: use the standard attack, more steps, or a "
+            "the attack is too weak for this model: use the standard attack, more steps, or a "
             "differentiable approximation of the model",
         ),
     )

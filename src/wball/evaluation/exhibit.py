@@ -4,7 +4,7 @@ An evaluation stops at an image's first example. To show how mass moves as the r
 images of the explorer are attacked once more at each radius, without stopping at the first success.
 If that fails where the evaluation succeeded, its example is shown. No number depends on them.
 
-The baseline sets the worst case beside changes without a search: a shift by one pixel, and
+The baseline measures accuracy under changes that are not attacks: a shift by one pixel, and
 random points of the ball.
 """
 
@@ -86,7 +86,7 @@ def _attack(ball: Ball, size: int) -> GradientAttack:
 
 
 def spread(values: Tensor, count: int) -> Tensor:
-    """At most ``count`` of ``values``, evenly spaced, the ends included."""
+    """At most ``count`` of ``values``, evenly spaced, including both ends."""
     if len(values) <= count:
         return values
     return values[torch.linspace(0, len(values) - 1, count, dtype=torch.float64).round().long()]

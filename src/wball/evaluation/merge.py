@@ -73,7 +73,7 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
 
 
 def _digests(part: Evaluation) -> list[str]:
-    """Fingerprints of the data of a part, which may be joined itself."""
+    """Checksums of the data of a part, which may itself be the result of a merge."""
     data = part.settings["data"]
     return list(data.get("parts", [data["sha256"]]))
 

@@ -104,8 +104,8 @@ class Comparison:
         one, other = self.names if self.alone[0] >= self.alone[1] else self.names[::-1]
         said = "more robust than" if self.distinguishable else "not distinguishable from"
         return (
-            f"{one} is {said} {other} at radius {self.eps:g}: alone robust on {max(self.alone)} "
-            f"and {min(self.alone)} images (paired test, p = {self.p_value:.2g})"
+            f"{one} is {said} {other} at radius {self.eps:g}: {max(self.alone)} images are robust only for "
+            f"the first, {min(self.alone)} only for the second (paired test, p = {self.p_value:.2g})"
         )
 
 

@@ -217,17 +217,17 @@ class Evaluation(Summarised):
 
     @property
     def quick_look(self) -> bool:
-        """Whether the attack is the fast one, which makes no controls."""
+        """Whether the fast attack was used, which skips the checks for gradient masking."""
         return self.settings["attack"].get("version") == "fast"
 
     @property
     def reliable(self) -> bool:
-        """Whether there are no doubts, and the attack made its controls."""
+        """Whether there are no doubts, and the evaluation is not a quick look."""
         return not self.doubts and not self.quick_look
 
     @property
     def reliability(self) -> str:
-        """``"yes"``, ``"no"`` or ``"quick look"``."""
+        """Whether the evaluation is reliable: ``"yes"``, ``"no"`` or ``"quick look"``."""
         return "no" if self.doubts else "quick look" if self.quick_look else "yes"
 
     def interval(self, share: float) -> Interval:
@@ -315,6 +315,7 @@ class Evaluation(Summarised):
         return [self._point(float(r)) for r in ([0.0, *self.radii] if radii is None else radii)]
 
     def _point(self, eps: float) -> CurvePoint:
+        """The accuracies at one radius."""
         accuracy, certified = self.accuracy_bound_at(eps), self.certified_at(eps)
         return CurvePoint(
             eps,
@@ -328,7 +329,7 @@ class Evaluation(Summarised):
 
     @property
     def baseline(self) -> dict[str, Any] | None:
-        """Accuracy without a search, on up to 100 images: ``shifted`` by one pixel, and at
+        """Accuracy without an attack, on up to 100 images: ``shifted`` by one pixel, and at
         ``random`` points of the ball of each radius. ``None`` if it was not stored."""
         if "baseline" not in self.exhibit:
             return None
@@ -452,7 +453,7 @@ class Evaluation(Summarised):
 
 
 def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
-    """Claims of the attack and of certificates that did not hold."""
+    """The claims of attacks and certificates that failed a check, as warnings."""
     report = "report it with the files of this evaluation: this is an error of the library"
     claims = (
         (

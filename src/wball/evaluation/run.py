@@ -89,10 +89,10 @@ def evaluate(
         ball: the threat model.
         radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's
             smallest one up to the ball's.
-        attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look without
-            controls, which is never called reliable; any attack; or any function
-            ``f(model, x, y) -> images``: what it returns counts if the model misclassifies it and
-            the audit finds it inside the ball.
+        attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look that
+            skips the checks for gradient masking and is never called reliable; any attack; or any
+            function ``f(model, x, y) -> images``, whose images count if the model misclassifies
+            them and the audit finds them inside the ball.
         certify: also certify; ``True`` or the name of a method of :func:`wball.certify`. The model
             must be a feed-forward network of supported modules. A sample of the certificates is
             checked by :func:`wball.verify`.
@@ -208,7 +208,7 @@ def evaluate(
 
 
 def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
-    """The joined batches, with images for the report and all warnings."""
+    """The joined batches, with the images for the report and all warnings."""
     model, data, ball = batches.model, batches.data, batches.ball
     result = batches.joined(begun)
     result = replace(result, exhibit=make_exhibit(result, model, data, ball))
@@ -220,6 +220,7 @@ def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
 def _radii(
     radii: Sequence[float] | float | str | None, ball: Ball
 ) -> tuple[Literal["radii", "minimal"], list[float]]:
+    """Check the argument ``radii``. Returns the mode and the sorted radii."""
     minimal = isinstance(radii, str) and radii == "minimal"
     if radii is None or minimal:
         if isinstance(ball.eps, Tensor):
@@ -235,6 +236,7 @@ def _radii(
 
 
 def _attack(attack: Attack | Callable[..., Tensor] | str, ball: Ball) -> Attack:
+    """Check the argument ``attack``, and convert it to an attack."""
     if attack in ("standard", "fast"):
         version: Any = attack
         return StandardAttack(ball, version=version, check=False, progress=False)
@@ -290,7 +292,7 @@ def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
 
 
 def _other_images(model: Model, x: Tensor) -> str:
-    """Which images the model takes instead, and what to do."""
+    """Describe the images that the model accepts instead, and what to do."""
     if x.ndim != 4:
         return ""
     tried = {
@@ -328,7 +330,7 @@ def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
 
 
 def _check_certifiable(model: Model, x: Tensor, method: str) -> None:
-    """Raise before the attack what the certificate would raise after it."""
+    """Raise the errors of the certificate before the attack starts."""
     if method not in METHODS:
         raise ValueError(f"certify must be a method, one of {', '.join(METHODS)}, got {method!r}")
     if not isinstance(model, nn.Module):
@@ -339,7 +341,7 @@ def _check_certifiable(model: Model, x: Tensor, method: str) -> None:
 
 
 class OtherSettings(ValueError):
-    """The folder contains an evaluation with other settings."""
+    """The folder contains an evaluation with different settings."""
 
 
 @contextmanager
@@ -376,7 +378,7 @@ def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 
 def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
-    """Record the run in the folder; if it contains a run already, it must be the same."""
+    """Record the run in the folder. If the folder already contains a run, it must be the same."""
     for path in (folder / RESULTS, folder / BATCHES / "settings.json"):
         if path.is_file():
             with or_overwrite():
@@ -388,7 +390,7 @@ def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
 
 @contextmanager
 def or_overwrite() -> Iterator[None]:
-    """Add to errors about unreadable files how to start over."""
+    """Add to errors about unreadable files the advice to start over."""
     try:
         yield
     except ValueError as error:
@@ -414,7 +416,7 @@ def _check_run(
 
 
 def different_key(one: Mapping[str, Any], other: Mapping[str, Any], free: set[str]) -> str | None:
-    """The first key with different values, except for those that are ``free`` to differ."""
+    """The first key with different values, ignoring those that are ``free`` to differ."""
     for key in dict.fromkeys((*one, *other)):
         if key not in free and json_checksum(one.get(key)) != json_checksum(other.get(key)):
             return key
@@ -422,7 +424,7 @@ def different_key(one: Mapping[str, Any], other: Mapping[str, Any], free: set[st
 
 
 def difference(old: Any, new: Any) -> str:
-    """Two settings as text; of two dictionaries, the first entry that differs."""
+    """Two settings as text; for dictionaries, the first entry that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         key = different_key(old, new, set())
         return f"{key}: {old.get(key)!r} there, {new.get(key)!r} here"
@@ -430,7 +432,8 @@ def difference(old: Any, new: Any) -> str:
 
 
 def _alike(old: Any, new: Any) -> bool:
-    """Whether logits are equal up to what hardware and threads change; a random model has none."""
+    """Whether stored logits agree up to differences between hardware and thread counts. Random
+    models have none stored."""
     if old is None or new is None:
         return True
     one, other = (
@@ -443,7 +446,7 @@ def _alike(old: Any, new: Any) -> bool:
 def clear(folder: Path, results: bool = True) -> None:
     """Remove the batches; with ``results``, everything that an evaluation wrote."""
     batches = folder / BATCHES
-    if batches.is_symlink():  # what it points to is not ours
+    if batches.is_symlink():  # the target of a link is not removed
         batches.unlink()
     elif batches.exists():
         shutil.rmtree(batches)

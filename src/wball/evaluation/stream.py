@@ -80,7 +80,7 @@ class Stream:
         return Stream(self._count, self._read, self.box, device, self.name)
 
     def only(self, index: Sequence[int]) -> Stream:
-        """Some of the items."""
+        """A stream of a subset of the items."""
 
         def read(part: list[int]) -> tuple[Tensor, Tensor]:
             return self._read([index[k] for k in part])
@@ -88,7 +88,7 @@ class Stream:
         return Stream(len(index), read, self.box, self.device, lambda k: self.name(index[k]))
 
     def survey(self) -> tuple[str, Tensor]:
-        """Fingerprint of all items (that of the same data in tensors), and all labels."""
+        """A checksum of all items (equal to that of the same data in tensors), and all labels."""
         digest, labels, shape = hashlib.sha256(), [], tuple(self.first.shape[1:])
         digest.update(f"{(self._count, *shape)} {self.first.dtype};".encode())
         for start in range(0, self._count, AT_ONCE):
@@ -107,7 +107,8 @@ class Stream:
 
 
 def open_stream(x: Any, y: Any, model: Any, box: Box) -> Stream:
-    """A stream of tensors, (memory-mapped) arrays, an ``.npz`` file, a data set or a loader."""
+    """Open a stream of tensors, (memory-mapped) arrays, an ``.npz`` file, a data set or a
+    loader."""
     if isinstance(x, Stream):
         return x
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
@@ -141,7 +142,7 @@ def open_stream(x: Any, y: Any, model: Any, box: Box) -> Stream:
 
 
 def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
-    """A stream of a map-style data set. Errors name the item, or its file."""
+    """Open a stream of a map-style data set. Errors name the item, or its file."""
     shape: list[tuple[int, ...]] = []
 
     def read(index: list[int]) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ def _of_loader(loader: DataLoader[Any], box: Box, device: torch.device) -> Strea
     sampler = loader.sampler if plain else loader.batch_sampler
     if type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
         raise TypeError(
-            f"x is a DataLoader with a {type(sampler).__name__} of its own, which may leave images "
+            f"x is a DataLoader with a custom {type(sampler).__name__}, which may leave images "
             "out; give the data set itself, or a part: torch.utils.data.Subset(data, indices)"
         )
     collate = loader.collate_fn

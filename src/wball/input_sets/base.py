@@ -71,33 +71,33 @@ class InputSet(ABC):
         """
 
     def steepest(self, rows: Rows) -> Tensor | None:
-        """The most that moved mass gains in each row per unit of its cost, ``(N,)``; ``None`` if
-        that is not known."""
+        """The largest gain per unit of cost that moved mass can have in each row, ``(N,)``;
+        ``None`` if unknown."""
         return None
 
     def patched(self, rows: Rows, allowed: bool = True) -> Rows:
-        """The rows as :meth:`maximum` reads them; dense unless patches pay and are ``allowed``."""
+        """The rows in the form that :meth:`maximum` expects: dense, unless patches are ``allowed``
+        and smaller."""
         return rows
 
     @abstractmethod
     def ranges(self) -> tuple[Tensor, Tensor]:
-        """Least and largest value of every pixel that is known without searching, ``(B,
-        *shape)`` each.
-        """
+        """Smallest and largest value of every pixel, as far as known without a search, ``(B,
+        *shape)`` each."""
 
     def box_prices(self, rows: Rows) -> Tensor | None:
-        """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for
-        them.
-        """
+        """Box prices of 0 for these rows, to be optimised; ``None`` if the set does not use
+        them."""
         return None
 
     @abstractmethod
     def floats(self, rows: Rows, charged: bool = False) -> int:
-        """About how many numbers :meth:`maximum` keeps per row, to choose chunks that fit."""
+        """Approximate number of values that :meth:`maximum` stores per row, for choosing a chunk
+        size."""
 
     @abstractmethod
     def take(self, index: Tensor) -> InputSet:
-        """The set of some of the images, or several times the same."""
+        """The set for the images at ``index``, which may repeat."""
 
     def finer(self, reach: float) -> InputSet:
         """The same set with tighter maxima: moves shorter than ``reach`` pixels are listed
@@ -106,10 +106,10 @@ class InputSet(ABC):
         return self
 
     def gains(self, rows: Rows, charges: Charges | None) -> Charges:
-        """What moving mass gains in each row, as charges; for sets that have plans."""
+        """The gain of moving mass in each row, as charges; only for sets with plans."""
         raise NotImplementedError(f"{type(self).__name__} has no plans")
 
     @property
     def gain_size(self) -> int:
-        """How many numbers :meth:`gains` returns per row."""
+        """Number of values that :meth:`gains` returns per row."""
         raise NotImplementedError(f"{type(self).__name__} has no plans")

@@ -13,9 +13,8 @@ from wball.input_sets.rows import Charges, Rows, units
 
 
 class IntervalSet(InputSet):
-    """``low <= z <= high`` in every pixel: the maximum is closed form, and there is nothing
-    to search.
-    """
+    """``low <= z <= high`` in every pixel. The maximum has a closed form, so nothing is
+    searched."""
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = low.to(torch.float64), high.to(torch.float64)
@@ -46,9 +45,8 @@ class IntervalSet(InputSet):
 
 @torch.no_grad()
 def intervals(source: InputSet, deadline: float = math.inf) -> IntervalSet:
-    """The smallest box of per-pixel intervals around each ball: what the paper's roadblock
-    passes through. Pixels keep their whole range after the deadline.
-    """
+    """The smallest box of per-pixel intervals around each ball: the relaxation that the paper found
+    too loose. Pixels keep their whole range after the deadline."""
     size, ends = math.prod(source.shape), [end.clone().contiguous() for end in source.ranges()]
     for sign, end in zip((-1.0, 1.0), ends, strict=True):
         flat = end.view(-1)

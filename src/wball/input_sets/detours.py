@@ -22,8 +22,8 @@ Offset = tuple[int, int]
 
 @dataclass(frozen=True)
 class Detours:
-    """Moves that follow the listed ones in length and are sums of two of them, as long as all of a
-    length are.
+    """The shortest moves beyond the listed ones, each the sum of two listed moves. A length is
+    included only if all moves of that length are such sums.
 
     Attributes:
         offsets: where they lead, sorted by cost.
@@ -52,7 +52,9 @@ class Detours:
         grid = F.pad(charges.unflatten(3, size), (radius,) * 4)
         cells = grid.shape[3] * grid.shape[4]
         there = _places(self.halfway, size, radius, charges.device)
-        first, second = _numbers(self.first, charges.device), _numbers(self.second, charges.device)
+        first, second = (
+            constant(part, torch.long, charges.device) for part in (self.first, self.second)
+        )
         later = (
             grid.flatten(2)
             .index_select(2, (second[:, None] * cells + there).flatten())
@@ -63,10 +65,10 @@ class Detours:
         return found + later + charges.index_select(2, first)
 
 
-@lru_cache(maxsize=64)
-def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers on a device; a copy to a GPU makes the host wait."""
-    return torch.tensor(values, dtype=torch.long, device=device)
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device once: a copy to a GPU makes the host wait."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -82,9 +84,8 @@ def _places(offsets: tuple[Offset, ...], size: Offset, around: int, device: torc
 
 @lru_cache(maxsize=64)
 def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -> Detours | None:
-    """The moves of an image of that size that follow the ``listed`` ones in length; ``None``
-    if there are none.
-    """
+    """The moves next in length after the ``listed`` ones, for images of this size; ``None`` if
+    there are none."""
     number = {offset: k for k, offset in enumerate(listed)}
     top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
     ends = [

@@ -39,14 +39,13 @@ class Rows:
         return Rows(coeff, self.image, self.corner)
 
     def take(self, index: Tensor) -> Rows:
-        """Some of the rows."""
+        """A subset of the rows."""
         corner = None if self.corner is None else (self.corner[0][index], self.corner[1][index])
         return Rows(self.coeff[index], self.image[index], corner)
 
     def read(self, layer: Tensor) -> Tensor:
-        """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``)
-        where the rows live.
-        """
+        """Values of a layer (``(B, C, H, W)``, or ``B = 1`` for a map shared by all images) at the
+        positions of the rows."""
         image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
         if self.corner is None:
             return (
@@ -117,7 +116,8 @@ def units(
 
 
 def trim(rows: Rows, shape: tuple[int, ...]) -> Rows:
-    """Zero what fell outside the map; go dense once the patch is no smaller than the map."""
+    """Set coefficients outside the map to zero. Rows become dense once their patch is as large as
+    the map."""
     if rows.corner is None:
         return rows
     height, width = rows.coeff.shape[-2:]
@@ -159,12 +159,9 @@ def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:
 
 @dataclass(frozen=True)
 class Charges:
-    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each
-    source.
-
-    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h,
-    w) for its target.
-    """
+    """Charges on moved mass, per row: ``moves`` (N, C, K, S) for each listed move out of each
+    source. A move that is not listed is charged at most ``out`` (N, C, S) for its source plus
+    ``into`` (N, C, h, w) for its target."""
 
     moves: Tensor
     out: Tensor
@@ -174,7 +171,7 @@ class Charges:
         return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
 
     def take(self, index: Tensor) -> Charges:
-        """The charges of some of the rows."""
+        """The charges of a subset of the rows."""
         return Charges(self.moves[index], self.out[index], self.into[index])
 
     def times(self, weight: Tensor, index: Tensor) -> Charges:
@@ -187,7 +184,7 @@ class Charges:
 
 
 def rounded_up(gains: Tensor) -> Tensor:
-    """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
+    """Convert gains to float32, rounding up: larger gains only loosen a bound."""
     single = gains.float()
     return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)
 

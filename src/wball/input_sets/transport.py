@@ -26,7 +26,6 @@ that are two listed ones (:mod:`wball.input_sets.detours`), where all pixels are
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, InputSet, Plans
-from wball.input_sets.detours import Detours, detours
+from wball.input_sets.detours import Detours, constant, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
@@ -112,9 +111,8 @@ class TransportSet(InputSet):
         self.shares_moves = self.matrix is None
 
     def _list_active(self) -> tuple[Tensor | None, Tensor]:
-        """Positions (B, C, n) of the pixels that hold mass, where that is worth the indexing,
-        and their mass.
-        """
+        """Positions (B, C, n) and mass of the pixels with mass, if there are few enough for
+        indexing to pay off."""
         flat = self.x.flatten(2)
         if self.matrix is not None or flat.numel() == 0:
             return None, flat
@@ -126,9 +124,8 @@ class TransportSet(InputSet):
 
     @property
     def detours(self) -> Detours | None:
-        """Moves that follow the listed ones, where charges of both halves are known: if every
-        pixel is a source.
-        """
+        """Moves next in length after the listed ones, if the charges of both halves are known:
+        every pixel must be a source."""
         if self.far is None or self.power is None or self.active is not None:
             return None
         return detours(
@@ -157,9 +154,8 @@ class TransportSet(InputSet):
         return 1.4142135623731 * torch.cat(steps, 1).amax(1)
 
     def _tiers(self, reach: float, least: float = 0.0) -> list[tuple[float, int]]:
-        """Lengths from ``reach`` on in a few tiers: the cost of the shortest of each, at least
-        ``least``, and the pixels it spans.
-        """
+        """Group the lengths from ``reach`` on into a few tiers: the cost of the shortest length of
+        each, at least ``least``, and the pixels it spans."""
         assert self.power is not None
         if reach == math.inf:
             return []
@@ -211,14 +207,14 @@ class TransportSet(InputSet):
         ]
 
     def _sources(self, rows: Rows, flat: Tensor) -> Tensor:
-        """Pick the sources out of a map on the sources' grid, ``(N, C, h, w) -> (N, C, S)``."""
+        """Select the sources from a map on the sources' grid, ``(N, C, h, w) -> (N, C, S)``."""
         flat = flat.flatten(2)
         if rows.corner is None and self.active is not None:
             return flat.gather(2, self.active[rows.image])
         return flat
 
     def _moved(self, rows: Rows, padded: Tensor) -> Tensor:
-        """What every source finds at the end of each listed move, ``(N, C, K, S)``."""
+        """The target value at the end of each listed move out of every source, ``(N, C, K, S)``."""
         width = padded.shape[3]
         inner = (padded.shape[2] - 2 * self.radius, width - 2 * self.radius)
         if rows.corner is None and self.active is not None:
@@ -226,15 +222,14 @@ class TransportSet(InputSet):
         else:
             place = torch.arange(inner[0] * inner[1], device=padded.device)
         centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
-        shift = _constant(
-            tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device
-        )
+        shift = constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
         index = centre[..., None, :] + shift[:, None]
         if place.ndim == 1:
             return padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
         return padded.flatten(2).gather(2, index.flatten(2)).reshape(index.shape)
 
     def _mass(self, rows: Rows) -> Tensor:
+        """Mass of the sources of each row, ``(N, C, S)``."""
         dtype = rows.coeff.dtype
         if rows.corner is None:
             return self._held.to(dtype)[rows.image]
@@ -249,7 +244,7 @@ class TransportSet(InputSet):
         box: Tensor | None = None,
         charges: Charges | None = None,
     ) -> Field:
-        """What every pixel with mass can do. Moves of equal cost merge: the best one counts."""
+        """The options of every pixel with mass. Of moves of equal cost only the best is kept."""
         mass = self._mass(rows)
         dtype = rows.coeff.dtype
         if self.matrix is not None:
@@ -291,8 +286,8 @@ class TransportSet(InputSet):
             if rows.corner is not None:
                 elsewhere, prices = self._elsewhere(rows)
                 far = ends.flatten(2).amax(2).clamp(min=0)
-                away = _constant(prices, dtype, stay.device)
-        cost = _constant(tuple(costs), dtype, stay.device).view(-1, 1)
+                away = constant(prices, dtype, stay.device)
+        cost = constant(tuple(costs), dtype, stay.device).view(-1, 1)
         options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
         return Field(
             mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away
@@ -367,7 +362,7 @@ class TransportSet(InputSet):
     def _problem(
         self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field | None = None
     ) -> RowProblem:
-        """Rows as the kernels take them; ``field`` if it is known already."""
+        """The rows in the form that kernels expect; ``field`` is computed unless given."""
         beyond = rows.corner is not None and self.far is not None
         return RowProblem(
             rows.coeff,
@@ -424,7 +419,7 @@ class TransportSet(InputSet):
 
     @property
     def gain_size(self) -> int:
-        """How many numbers :meth:`gains` returns per row."""
+        """Number of values that :meth:`gains` returns per row."""
         channels, height, width = self.x.shape[1:]
         sources = height * width if self.active is None else self.active.shape[2]
         moves = sources if self.matrix is not None else len(self.moves)
@@ -433,8 +428,7 @@ class TransportSet(InputSet):
     def take(self, index: Tensor) -> TransportSet:
         cost, box, plans = self._given
         part = TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
-        # Anchors list gains pixel by pixel, in the order of the whole batch: a part must not pack
-        # its pixels anew.
+        # Anchors list gains by pixel in the order of the whole batch, so a part keeps that order.
         part.active = None if self.active is None else self.active[index]
         part._held = self._held[index]
         return part
@@ -446,12 +440,12 @@ class TransportSet(InputSet):
         if self.far is None or reach == self._reach:
             return self
         finer = TransportSet(self._x, cost, self.budget, box, plans, reach)
-        finer.active, finer._held = self.active, self._held  # equal masses have no order
+        finer.active, finer._held = self.active, self._held  # ties have no fixed order
         return finer
 
     @property
     def step(self) -> float:
-        """The cheapest move that costs anything."""
+        """The smallest positive cost of a move."""
         if self.matrix is not None:
             costs = self.matrix[torch.isfinite(self.matrix) & (self.matrix > 0)]
             return float(costs.min()) if costs.numel() else 1.0
@@ -480,12 +474,6 @@ class TransportSet(InputSet):
             longer = len(self.detours or ())
             return 2 * sources + (2 * len(self.moves) + 2 * longer + 6) * max(listed, sources // 2)
         return 2 * sources + (len(self.moves) + len(self.tiers) + 4) * listed
-
-
-@lru_cache(maxsize=256)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device; a copy to a GPU makes the host wait."""
-    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _widen(maps: Tensor, reach: int) -> Tensor:

@@ -38,7 +38,7 @@ from wball.plan import Plan
 
 @dataclass(frozen=True)
 class Columns(ABC):
-    """``sum_j f_j(z_j)`` over ``lo <= z <= hi``, and how it looks from its dual variable ``u``.
+    """``sum_j f_j(z_j)`` over ``lo <= z <= hi``, and its dual function of ``u``.
 
     Attributes:
         target: ``w`` of the quadratic columns, ``g`` of the linear ones, ``(B, C, H, W)``.
@@ -61,7 +61,8 @@ class Columns(ABC):
         """``min f(z) + u z`` over the box, summed per image."""
 
     def value(self, u: Tensor) -> Tensor:
-        """What ascent sees of :meth:`least`: the same, or less where that has no curvature."""
+        """The function that dual ascent maximises: :meth:`least`, or a lower bound with curvature
+        where that has none."""
         return self.least(u)
 
     @abstractmethod
@@ -71,15 +72,15 @@ class Columns(ABC):
 
     @abstractmethod
     def curvature(self, u: Tensor) -> Tensor:
-        """``-z'(u)``."""
+        """The curvature of :meth:`value`: ``-z'(u)`` per column."""
 
     @abstractmethod
     def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        """The variables that sit at a kink and have no reason to leave it."""
+        """The dual variables that should stay at a kink."""
 
     @abstractmethod
     def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        """``new``, stopped where it would cross a kink."""
+        """Move to ``new``, but stop at the first kink on the way."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class LinearColumns(Columns):
 
 
 class Deadline:
-    """A time ``seconds`` from now; never by default."""
+    """A time limit of ``seconds`` from now; none by default."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.end = time.monotonic() + seconds
@@ -171,13 +172,13 @@ class Deadline:
         return time.monotonic() >= self.end
 
     def put_off(self, seconds: float) -> None:
-        """Move the deadline: compilation time is excluded."""
+        """Extend the deadline, to exclude compilation time."""
         self.end += seconds
 
     @contextmanager
     def flag(self) -> Iterator[NDArray[Any]]:
-        """An array of one number, which becomes 1 at the deadline. Compiled loops have no clock and
-        read it."""
+        """An array with one number, which becomes 1 at the deadline, because compiled loops cannot
+        read a clock."""
         stop = np.zeros(1, dtype=np.int64)
         if math.isinf(self.end):
             yield stop
@@ -286,8 +287,8 @@ class Problem:
         return self._with(lambda values: values[index])
 
     def to(self, device: torch.device) -> Problem:
-        """The problem where a kernel works; compiled ones need of the moves only what they cost and
-        where they end."""
+        """Move the problem to the device of a kernel. Compiled kernels need only the costs and
+        targets of the moves."""
         return self._with(lambda values: values.to(device))
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Problem:
@@ -324,7 +325,7 @@ class Problem:
 
     def repaired(self, plan: Plan) -> Plan:
         """A feasible plan near a plan of these rows."""
-        # Opposite flows are waste, but the entropy asks for them.
+        # Opposite flows waste budget, but the entropy requires them.
         plan = plan.cancelled() if self.exact else plan
         return plan.repair(self.budget, (self.columns.lo, self.columns.hi) if self.boxed else None)
 
@@ -336,7 +337,7 @@ class Problem:
         return self.tau * (flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
 
     def objective(self, plan: Plan) -> Tensor:
-        """What is minimised, at the plan."""
+        """The objective to minimise, at the plan."""
         return self.columns.objective(plan.columns()) + self.entropy(plan.flow)
 
     def lower_bounds(self, u: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
@@ -357,7 +358,7 @@ class Problem:
         return torch.where(bound.isfinite(), bound, -math.inf), hard
 
     def bound_without_prices(self) -> Tensor:
-        """:meth:`lower_bounds` of the optimum where neither mass nor cost has a price."""
+        """:meth:`lower_bounds` of the optimum with all prices 0."""
         if self.exact and not self.columns.linear:
             return self.columns.objective(
                 self.columns.target.clamp(self.columns.lo, self.columns.hi)
@@ -368,7 +369,7 @@ class Problem:
         """The gap at which an image counts as solved; ``index`` says where in ``best`` these images
         are."""
         limits, primal = self.tolerance, best.primal[index]
-        if self.exact:  # the parts are one then, and no more than the whole
+        if self.exact:  # without entropy both sizes are equal
             return torch.add(limits.floor, (primal + limits.offset).abs(), alpha=limits.tol)
         entropy = self.entropy(best.flow[index])
         size = (primal - entropy + limits.offset).abs()
@@ -381,11 +382,11 @@ class Problem:
         return best.primal[index] - best.dual[index] <= self.allowed(best, index)
 
     def todo(self, best: Best) -> Tensor:
-        """Positions of the images that are not solved and have more than one point."""
+        """Positions of the unsolved images whose ball has more than one point."""
         return (~self.single & ~self.done(best)).nonzero().squeeze(1)
 
     def hold_back(self, best: Best, spend: Tensor) -> None:
-        """Shrink plans to a cost of at most ``spend``, so that their points may be rounded."""
+        """Shrink plans to a cost of at most ``spend``, to leave room for rounding their points."""
         held = spend < self.budget
         if bool(held.any()):
             plan = Plan(self.moves, best.flow)

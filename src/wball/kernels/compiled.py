@@ -64,7 +64,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
 
 
 def _cached(load: Callable[[], dict[Any, str]]) -> dict[Any, str]:
-    """The versions of a loop that are cached; none if they take types that no longer exist."""
+    """The cached versions of a loop; none if they use types that no longer exist."""
     try:
         return load()
     except (AttributeError, ImportError):
@@ -73,7 +73,8 @@ def _cached(load: Callable[[], dict[Any, str]]) -> dict[Any, str]:
 
 @cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Names, times and sizes of the kernels' files: compiled loops include functions of several."""
+    """Names, times and sizes of all kernel files, because compiled loops include functions from
+    several of them."""
     seen = ((path, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py")))
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 

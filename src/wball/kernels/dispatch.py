@@ -72,11 +72,11 @@ GROUP = 4
 
 
 class KernelError(RuntimeError):
-    """``WBALL_KERNEL`` asks for a kernel that does not exist or cannot serve the call."""
+    """``WBALL_KERNEL`` requests a kernel that does not exist or does not support the call."""
 
 
 def requested() -> str:
-    """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
+    """The value of ``WBALL_KERNEL``: the name of a kernel, or ``auto``."""
     name = os.environ.get("WBALL_KERNEL", "").strip().lower() or "auto"
     if name not in ("auto", *KERNELS):
         raise KernelError(
@@ -86,13 +86,13 @@ def requested() -> str:
 
 
 def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
-    """The name of the kernel that serves these images."""
+    """The name of the kernel to use for these images."""
     name = requested()
     if name != "auto":
         reason = why_not(operation, name, x, moves)
         if reason is not None:
             raise KernelError(
-                f"WBALL_KERNEL={name} cannot serve this call: {reason}; "
+                f"WBALL_KERNEL={name} does not support this call: {reason}; "
                 "unset it or use another kernel"
             )
         return name
@@ -110,8 +110,8 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
 def why_not(
     operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None
 ) -> str | None:
-    """Why this kernel cannot serve such images (without images: cannot run here at all), or
-    ``None``."""
+    """The reason why this kernel does not support such images (without images: cannot run here at
+    all), or ``None``."""
     try:
         module = load(operation, name)
     except KernelError as error:
@@ -141,9 +141,10 @@ def load(operation: str, name: str) -> ModuleType:
 
 
 def _why_not_compiled(x: Tensor, moves: Moves | None) -> str | None:
-    """Why compiled loops must refuse such images, or ``None``, unless they say so themselves."""
+    """The reason why compiled loops do not support such images, or ``None``; kernels may have
+    further reasons."""
     if not isinstance(moves, StencilMoves | None):
-        return "matrix costs are served by the torch kernel only"
+        return "only the torch kernel supports matrix costs"
     if x.device.type != "cpu":
         return f"the images are on {x.device}, this kernel runs on the CPU"
     if x.dtype not in (torch.float32, torch.float64):
@@ -173,7 +174,7 @@ def split(
 
 
 def _executor(count: int) -> ThreadPoolExecutor:
-    """One pool per process: threads do not survive a fork."""
+    """The thread pool of this process: threads do not survive a fork."""
     global _pool
     if _pool is None or _pool[:2] != (os.getpid(), count):
         _pool = (os.getpid(), count, ThreadPoolExecutor(count, thread_name_prefix="wball"))
@@ -181,8 +182,8 @@ def _executor(count: int) -> ThreadPoolExecutor:
 
 
 class FlatMoves(NamedTuple):
-    """The moves for compiled loops, ring after ring, each ring filled up with moves that carry
-    nothing."""
+    """The moves for compiled loops, grouped by ring; rings are padded with moves that carry no
+    mass."""
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]

@@ -24,7 +24,7 @@ TINY = 1e-300
 
 
 class Flat(NamedTuple):
-    """The flat image and the moves as shifts of it; moves before ``first`` stay."""
+    """The flat image, and the moves as shifts of it; moves before ``first`` keep mass in place."""
 
     pad: int
     n: int
@@ -35,7 +35,8 @@ class Flat(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Lines of working memory, margins included; the last three are scratch."""
+    """Working memory of a factored plan: one line per quantity, including margins; the last three
+    are scratch."""
 
     x: Any
     a: Any
@@ -115,7 +116,7 @@ def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[
 
 @compiled(inner=True)
 def weights(fee, psi, out):  # type: ignore[no-untyped-def]
-    """``w_k``; 0 for the moves that fill up a ring."""
+    """The weights ``w_k``; 0 for the padding moves of a ring."""
     for k in range(fee.size):
         out[k] = math.exp(-psi * fee[k]) if fee[k] < math.inf else 0.0
 
@@ -211,8 +212,8 @@ def _broken(f, flat, box):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=EXACT)
 def _tighten(f, flat, box, sweep):  # type: ignore[no-untyped-def]
-    """Smaller factors where the box is violated, or everywhere in the last sweep. The old ones stay
-    in ``kept``."""
+    """Reduce the factors where the box is violated, or everywhere in the last sweep. The old
+    factors are saved in ``kept``."""
     pad, n, lo, hi, last = flat.pad, flat.n, box.lo, box.hi, sweep == REPAIR_SWEEPS
     counted, more = 0.0 if last else 1.0, 0.0 if last or sweep < PLAIN_SWEEPS else 1.0
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]

@@ -16,7 +16,7 @@ from wball.kernels.compiled import compiled
 
 
 class Window(NamedTuple):
-    """The moves as arrays; the first stays."""
+    """The moves as arrays; the first keeps mass in place."""
 
     down: NDArray[np.int64]
     across: NDArray[np.int64]
@@ -112,7 +112,7 @@ def columns_of(p, flow, z):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def cancel(p, flow):  # type: ignore[no-untyped-def]
-    """Of opposite flows only the difference moves."""
+    """Cancel opposite flows: only their difference remains."""
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             if flow[a, k] > 0.0 and p.reverse[k] >= 0:
@@ -127,7 +127,7 @@ def cancel(p, flow):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def shrink(flow, scale):  # type: ignore[no-untyped-def]
-    """Scale all that moves."""
+    """Scale the flow of all moves except staying."""
     for a in range(flow.shape[0]):
         for k in range(1, flow.shape[1]):
             flow[a, 0] += (1 - scale) * flow[a, k]
@@ -139,7 +139,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
     """Return excess along the moves it came by, and recall mass of drained pixels:
     ``Plan.repair``."""
     n_rows, n_moves = flow.shape
-    # Where every pixel is full, a rest of the size of rounding errors cannot be removed.
+    # If every pixel is full, an excess of the size of rounding errors cannot be removed.
     rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
     easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
@@ -199,7 +199,7 @@ def repaired(p, share, sweeps, flow, z):  # type: ignore[no-untyped-def]
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             flow[a, k] = p.mass[a] * share[a, k]
-    if p.tau == 0.0:  # opposite flows are waste, but the entropy asks for them
+    if p.tau == 0.0:  # opposite flows waste budget, but the entropy requires them
         cancel(p, flow)
     if p.hi < math.inf or p.lo > 0.0:
         into_box(p, flow, sweeps, z)
@@ -323,8 +323,8 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
-    """Image ``m``: its problem, its first potentials, memory for the best plan and potentials, and
-    the best primal, dual and hard bound with their price so far."""
+    """Set up image ``m``: its problem, first potentials, memory for the best plan and potentials,
+    and the best primal, dual and hard bound so far with their price."""
     p = lay_out(images, m, moves, goal, cell)
     u, found, start = np.empty(p.target.size), np.empty(4), images.start[m].reshape(-1)
     for t in range(u.size):
@@ -336,7 +336,7 @@ def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """Write the results of image ``m`` that are better; ``found`` as in :func:`opened`."""
+    """Write the results of image ``m`` that improved; ``found`` as in :func:`opened`."""
     flow, z, u = known.flow[m], known.z[m].reshape(-1), known.u[m].reshape(-1)
     area = z.size // flow.shape[0]
     flow = flow.reshape((flow.shape[0], flow.shape[1], area))

@@ -63,7 +63,8 @@ class PlanRows:
         steps: int,
         tolerance: Callable[[Tensor], float | Tensor],
     ) -> Tensor:
-        """The ``psi >= 0`` at which the plan meets the budget, from the side below it.
+        """The price ``psi >= 0`` at which the cost of the plan is at most the budget, and close to
+        it.
 
         The cost falls about exponentially in the price, so Newton's method runs on its logarithm,
         kept in a bracket. ``tolerance``, relative to the budget, may depend on the price.
@@ -82,7 +83,7 @@ class PlanRows:
             low, high = torch.where(inside, low, psi), torch.where(inside, psi, high)
             logarithm = torch.log(cost / (budget * (1 - precise / 2)))
             step = psi + (cost * logarithm / slope).to(psi.dtype)
-            step = step.clamp(min=0.0)  # not a number where nothing moves
+            step = step.clamp(min=0.0)  # NaN where nothing moves
             middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
             # Cap the step: a slope lost to underflow would make it huge.
             usable = (step > low) & (step < high) & (step < 100 * psi + 100)
@@ -111,7 +112,7 @@ class PlanRows:
         return sent, self.column * received
 
     def spent(self, keep: Tensor) -> Tensor:
-        """What the mass that each pixel would send if ``give`` were 1 costs."""
+        """Cost of the mass that each pixel would send if ``give`` were 1."""
         weights = self.weights * self.moves.ring_cost
         return self.row * self.moves.sums(weights)(self.column * keep)
 

@@ -97,7 +97,7 @@ def _asset(name: str) -> str:
 
 
 def _for_script(data: Any) -> str:
-    """JSON that cannot close the script element around it."""
+    """Serialise data as JSON that cannot close the script element around it."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -125,7 +125,7 @@
       box.append(at.svg);
       const middle = Math.floor(curve.eps.length / 2), p = curve.certified[middle], b = 100 - curve.accuracy[middle];
       const said = document.createElement("small");
-      said.textContent = `at ${short(curve.eps[middle])}: proved ${p.toFixed(1)} %, undecided ${(100 - p - b).toFixed(1)} %, broken ${b.toFixed(1)} %`;
+      said.textContent = `at ${short(curve.eps[middle])}: proved ${p.toFixed(1)}\u00a0%, undecided ${(100 - p - b).toFixed(1)}\u00a0%, broken ${b.toFixed(1)}\u00a0%`;
       caption.append(document.createElement("br"), said);
     });
   }

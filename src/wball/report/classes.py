@@ -15,8 +15,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class ClassRow:
-    """Accuracies of the images of one class; ``confused`` is what most of them are predicted as
-    instead."""
+    """Accuracies of one class; ``confused`` is its most frequent wrong prediction."""
 
     name: str
     images: int
@@ -44,8 +43,8 @@ class ByClass:
 
 
 def predictions_under_attack(e: Evaluation, eps: float) -> Tensor:
-    """The class of each image at radius ``eps``: of its adversarial example if it has one, else of
-    the clean image."""
+    """The class predicted for each image at radius ``eps``: for its adversarial example if there is
+    one, else for the clean image."""
     images = e.images
     attacked = e.broken_at(eps) & (images["read_as"] >= 0)
     return torch.where(attacked, images["read_as"], images["predicted"])

@@ -28,7 +28,7 @@ def make_content(
     evaluations: Sequence[Evaluation],
     requirements: Sequence[str | Requirement] = (),
 ) -> dict[str, Any]:
-    """The variables of ``template.html``; ``data`` is what the page's script gets.
+    """The variables of ``template.html``; ``data`` is passed to the script of the page.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.
     """
@@ -89,7 +89,7 @@ def _decision(
     names: Sequence[str],
     requirements: Sequence[str | Requirement],
 ) -> dict[str, Any] | None:
-    """The banner: whether every evaluation meets every requirement, and each of them in a line."""
+    """The banner: whether every evaluation meets every requirement, with one line for each."""
     if not requirements:
         return None
     checks = [
@@ -107,7 +107,7 @@ def _decision(
 def _comparisons(
     evaluations: Sequence[Evaluation], names: Sequence[str], ranking: Ranking
 ) -> list[Comparison]:
-    """A paired test of each model and the next one in the ranking, on the same images."""
+    """Paired tests of each model with the next one in the ranking, on the same images."""
     if not (ranking.same_data and all(e.measured_at(ranking.reference) for e in evaluations)):
         return []
     pairs = zip(itertools.pairwise(evaluations), itertools.pairwise(names), strict=True)
@@ -117,7 +117,7 @@ def _comparisons(
 
 
 def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Names of the models; the second of the same name gets a number."""
+    """Unique names of the models: a repeated name gets a number."""
     seen: dict[str, int] = {}
     names = []
     for e in evaluations:
@@ -127,6 +127,7 @@ def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
+    """The template variables of one evaluation."""
     ball, settings = e.settings["ball"], e.settings
     at = reference if e.measured_at(reference) else e.radii[-1]
     headline = e.curve([at])[0]
@@ -161,6 +162,7 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
 
 
 def _attack(attack: dict[str, Any]) -> str:
+    """The attack in words."""
     if attack["name"] == "StandardAttack":
         return f"StandardAttack, {attack['version']}, version {attack['version_number']}"
     shown = {
@@ -172,6 +174,7 @@ def _attack(attack: dict[str, Any]) -> str:
 
 
 def _threat(ball: dict[str, Any]) -> str:
+    """The threat model in words."""
     box = (
         "no box"
         if ball.get("box") is None
@@ -215,6 +218,7 @@ def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def _curve(e: Evaluation) -> dict[str, Any]:
+    """The values of the accuracy chart."""
     points = e.curve()
     if e.settings["mode"] == "minimal":
         top = float(e.settings["radii"][-1])
@@ -239,17 +243,19 @@ def _percent(part: float) -> float:
 
 
 def _shows_images(e: Evaluation) -> bool:
-    """Whether there are images to show; histograms are not."""
+    """Whether there are images to show; histograms are not shown."""
     return "original" in e.exhibit and e.exhibit["original"].ndim == 4
 
 
 def _changes(e: Evaluation) -> Tensor:
+    """Perturbations of the stored examples, for the colour scale."""
     if not _shows_images(e) or "original" not in e.examples:
         return torch.zeros(0, 1, 1, 1)
     return e.examples["adversarial"] - e.examples["original"]
 
 
 def _explored(e: Evaluation) -> Tensor:
+    """Perturbations of the explorer's images, for the colour scale."""
     if not _shows_images(e) or "explorer" not in e.exhibit:
         return torch.zeros(0, 1, 1, 1)
     where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"])

@@ -153,13 +153,13 @@ def _cut(name: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text escaped for matplotlib, which reads dollars as mathematics and hides labels that begin
-    with _."""
+    """Escape text for matplotlib, which reads dollar signs as mathematics and hides labels that
+    begin with _."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """A figure without a window, so that no display is needed."""
+    """A figure that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -169,7 +169,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
 
 
 def style() -> Any:
-    """The settings of all figures, as a context."""
+    """Context with the settings of all figures."""
     try:
         import matplotlib
     except ImportError as error:

@@ -37,7 +37,7 @@ def change_uri(change: Tensor, scale: float) -> str:
 
 
 def common_scale(changes: list[Tensor]) -> float:
-    """The round number that the strongest changes of all pictures are shown at."""
+    """A round number as the common colour scale of all pictures, set by the strongest changes."""
     tops = [float(c.mean(-3).abs().amax()) for c in changes if c.numel()]
     top = max(tops, default=1.0)
     return next((s for s in SCALES if 0.7 * top <= s), SCALES[-1])

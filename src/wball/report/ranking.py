@@ -20,7 +20,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """One model.
+    """One model in the ranking.
 
     Attributes:
         place: rank of the model, ``None`` if there are doubts about its evaluation.
@@ -92,7 +92,7 @@ def shared_radii(evaluations: Sequence[Evaluation]) -> list[float]:
 
 
 def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None = None) -> str:
-    """One line per model and radius, for spreadsheets; accuracies are fractions of all images."""
+    """A CSV table with one line per model and radius; accuracies are fractions of all images."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     head = "model data images unit eps accuracy accuracy_low accuracy_high certified broken median_distance reliable"
@@ -110,7 +110,7 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
 
 
 def images_csv(evaluations: Sequence[Evaluation]) -> str:
-    """One line per model and image, for spreadsheets: its source, classes, radius and distance."""
+    """A CSV table with one line per model and image: its source, classes, radius and distance."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["model", *evaluations[0].columns()])
@@ -121,7 +121,7 @@ def images_csv(evaluations: Sequence[Evaluation]) -> str:
 
 
 def latex_table(evaluations: Sequence[Evaluation]) -> str:
-    """Robust accuracy in percent by model and radius, for LaTeX with the package booktabs."""
+    """A LaTeX table (booktabs) of robust accuracy in percent by model and radius."""
     radii = [0.0, *shared_radii(evaluations)]
     head = ["model", "clean", *(f"{r:g}" for r in radii[1:])]
     rows = [
@@ -153,5 +153,5 @@ def _row(
 
 
 def _cell(text: str) -> str:
-    """Text that spreadsheets do not read as a formula."""
+    """Escape text that spreadsheets would read as a formula."""
     return f"'{text}" if text[:1] in "=+-@\t\r" else text

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def table(evaluation: Evaluation) -> Table:
-    """The accuracies for a terminal."""
+    """A table of the accuracies, for a terminal."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -48,14 +48,14 @@ def verdict(evaluation: Evaluation) -> str:
         said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
     proofs = audit["certificates"]
     if proofs and proofs["checked"] + proofs["unfollowed"]:
-        said += f"\ncertificates proved again by the independent checker: {proofs['confirmed']} of {proofs['checked']}"
+        said += f"\ncertificates confirmed by the independent checker: {proofs['confirmed']} of {proofs['checked']}"
         if proofs["unfollowed"]:
-            said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
+            said += f"; {proofs['unfollowed']} could not be checked ({proofs['reason']})"
     if audit["valid"] and "cost" in evaluation.settings["ball"]:
         said += f"\ndistances {_proved_how(evaluation)}"
     if base := evaluation.baseline:
         said += (
-            f"\nwithout a search: {percent(base['shifted'])} on images shifted by one pixel, "
+            f"\nwithout an attack, accuracy: {percent(base['shifted'])} on images shifted by one pixel, "
             f"{percent(base['random'][-1])} at random points of the ball of radius "
             f"{evaluation.radii[-1]:g}"
         )
@@ -64,7 +64,8 @@ def verdict(evaluation: Evaluation) -> str:
         said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"
     elif evaluation.quick_look:
         said += (
-            "\nquick look: the fast attack makes no controls; use the standard attack to rely on it"
+            "\nquick look: the fast attack skips the checks for gradient masking; use the standard "
+            "attack for reliable numbers"
         )
     return said
 

@@ -27,7 +27,7 @@ LARGE = 20_000
 
 @dataclass(frozen=True)
 class ShownMoves:
-    """The moves of a plan.
+    """The moves of a plan that the explorer shows.
 
     Attributes:
         arrows: ``(row, column, row, column, mass)`` of the largest moves, as lists.
@@ -41,8 +41,8 @@ class ShownMoves:
 
 
 def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> ShownMoves | None:
-    """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls
-    without such moves."""
+    """The moves of an optimal plan from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large
+    images and balls without plans."""
     if x.numel() > LARGE:
         return None
     cost = read_cost(ball)

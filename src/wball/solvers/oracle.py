@@ -11,7 +11,7 @@ scaling the moved mass by ``t`` scales that bound, and ``delta`` covers what rou
 flows (what it does to ``z`` is held back from the budget: ``TransportProblem.spendable``). The plan
 keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point, whatever ``b`` is.
 
-Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for
+Cancelling makes the point cheaper than the requested plan, so the next plan is requested
 at a raw budget ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball
 allows. ``psi``, the box potentials and ``kappa`` are carried from call to call: an attack changes
 its potentials slowly.
@@ -55,7 +55,7 @@ class OraclePoint:
             bound of the distance.
         scale: ``t`` above; below 1, the plan had to be scaled down to fit.
         kernel: which implementation computed it.
-        proof: that plan, for whoever wants to check; ``None`` where it is not known.
+        proof: that plan, as a proof of the distance; ``None`` if it is not known.
     """
 
     z: Tensor
@@ -69,8 +69,8 @@ _AnyOracle = TypeVar("_AnyOracle", bound="_Oracle")
 
 
 class _Oracle:
-    """Points of a ball, with state that makes the next call fast: every tensor has one entry per
-    image."""
+    """Base class: points of a ball, with state that speeds up the next call. Every tensor has one
+    entry per image."""
 
     def __init__(self, problem: TransportProblem, dtype: torch.dtype) -> None:
         self.problem, self.x = problem, problem.x.detach().to(dtype)
@@ -124,8 +124,8 @@ class TransportOracle(_Oracle):
         return OraclePoint(plan.z.view(self.x.shape), cost, plan.scale, plan.kernel, proof)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
-        """Potentials along ``g``, scaled such that one pixel of way costs ``nats`` in the plan if
-        no column is full.
+        """Potentials along ``g``, scaled such that a move by one pixel costs ``nats`` in the plan
+        if no column is full.
 
         The price of the linear maximum sets the scale, because a few pixels may have gradients far
         above all others. Potentials are clipped at :data:`CLIP`.
@@ -141,7 +141,7 @@ class TransportOracle(_Oracle):
 
 
 class EntropicProjection(_Oracle):
-    r"""Projects images onto a ball: the step of an attack that needs neither plan nor gap.
+    r"""Projects images onto a ball for attacks that need neither plan nor gap.
 
     The sweeps of :mod:`wball.kernels.projected_sinkhorn` return the columns of a repaired plan, and
 
@@ -174,14 +174,15 @@ class EntropicProjection(_Oracle):
 
     @staticmethod
     def serves(problem: TransportProblem, reg: float) -> bool:
-        """Whether Triton serves these images; on a CPU ``project`` is as fast and returns plans."""
+        """Whether Triton supports these images; on a CPU ``project`` is as fast and returns
+        plans."""
         if math.isinf(reg) or result_dtype(problem.x) != torch.float32:
             return False
         grid = as_images(problem.x)
         return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
 
     def within(self, problem: TransportProblem) -> None:
-        """Use ``problem``, which differs in its budget only, from now on."""
+        """Continue with ``problem``, which differs only in its budget."""
         self.problem = problem
         self.budget = problem.budget if self.mode == "paper" else problem.spendable(ROUNDINGS)
 

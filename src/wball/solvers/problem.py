@@ -63,7 +63,7 @@ class TransportProblem:
 
     @cached_property
     def unit(self) -> Tensor:
-        """What a cost is divided by to be in the unit of the radius, per image: the image's mass,
+        """The divisor that converts a cost to the unit of the radius, per image: the image's mass,
         or 1."""
         return (
             self.mass.clamp(min=torch.finfo(torch.float64).tiny)
@@ -78,7 +78,7 @@ class TransportProblem:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The box; without one, mass is what is not negative."""
+        """The box, or ``(0, inf)`` without one, because mass is not negative."""
         return self.box if self.box is not None else (0.0, math.inf)
 
     def take(self, index: Tensor | slice) -> TransportProblem:
@@ -87,7 +87,7 @@ class TransportProblem:
         return replace(self, **parts)
 
     def rounding_cost(self, roundings: int = 1) -> Tensor:
-        r"""How much dearer a point can become when it is rounded to the dtype of the results, in
+        r"""How much the cost of a point can grow when it is rounded to the dtype of the results, in
         mass x pixels.
 
         Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and
@@ -97,11 +97,11 @@ class TransportProblem:
 
         .. math:: r\, \tfrac{u}{2}\, m
 
-        of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other
-        half is where it belongs. One move each, at most the dearest, puts it right: so much is
-        proved where every move is allowed. In a window it may take several, see
-        :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
-        counts as :data:`SUMS` roundings.
+        of the mass is in wrong pixels: half of the deviation is excess in some pixels, the other
+        half is missing in others. One move per unit of mass, at most the most expensive one,
+        corrects it. This is proved if every move is allowed. In a window it may take several moves,
+        see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and
+        each counts as :data:`SUMS` roundings.
         """
         x, numbers = self.x, torch.finfo(result_dtype(self.x))
         roundings *= SUMS if numbers.bits == 64 else 1
@@ -109,14 +109,14 @@ class TransportProblem:
         return 0.5 * roundings * off * dearest_move(self.cost, x) * _moves_to_balance(self.cost, x)
 
     def spendable(self, roundings: int = 1) -> Tensor:
-        """What a plan may cost so that its columns are in the ball even after rounding, per image.
+        """The largest cost of a plan whose columns are in the ball even after rounding, per image.
 
         A radius is kept to 1e-4, and the cost of rounding beyond that is held back: nothing at
         common radii, a part of radii near 1e-6 in float32, and all of radii below the cost of one
         rounding.
         """
         if roundings * _largest_share(self.cost, self.x) <= ROUNDING_SHARE * self.least:
-            return self.budget  # without a look at the images
+            return self.budget  # without reading the images
         held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
         return (self.budget - held).clamp(min=0)
 
@@ -127,14 +127,14 @@ def masses(x: Tensor) -> Tensor:
 
 
 def as_images(values: Tensor) -> Tensor:
-    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but
-    at least float32."""
+    """Images ``(B, C, H, W)`` in at least float32; histograms ``(B, n)`` become ``(B, 1, 1,
+    n)``."""
     grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
-    return grid.to(result_dtype(values)).contiguous()  # compiled loops walk over it
+    return grid.to(result_dtype(values)).contiguous()  # compiled loops need contiguous memory
 
 
 def as_grid(values: Tensor) -> Tensor:
-    """The same in float64."""
+    """Images ``(B, C, H, W)`` in float64; histograms become images of one row."""
     return as_images(values).to(torch.float64)
 
 
@@ -147,20 +147,21 @@ def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tenso
 
 
 def dearest_move(cost: GroundCost, x: Tensor) -> float:
-    """What the dearest move costs that these images allow."""
+    """The cost of the most expensive move that images of this size allow."""
     if isinstance(cost, DenseCost):
         return float(cost.matrix[cost.matrix.isfinite()].max())
     return _window(cost, *_sides(x))[0]
 
 
 def _sides(x: Tensor) -> tuple[int, int]:
+    """Height and width of images; a histogram is one row."""
     return (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
 
 
 @lru_cache(maxsize=64)
 def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[float, int, float]:
-    """The dearest move, how far moves go along the images, and the pixels to be crossed if all have
-    the same mass."""
+    """The most expensive move, how far moves go along the images, and the number of pixels to cross
+    if all have the same mass."""
     moves = cost.moves(height, width)
     along = 0 if height > width else 1
     reach = max(1, *(abs(int(move[along])) for move in moves))
@@ -168,13 +169,12 @@ def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[floa
 
 
 def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
-    """How many moves lie between pixels whose rounding errors make up for each other, per image, at
-    least 1.
+    """Estimated number of moves between pixels whose rounding errors cancel, per image, at least 1.
 
     Errors are of either sign, so their sum over an area grows like the root of its pixels: along a
     strip about ``sqrt(length / width)`` pixels have to be crossed. And where few pixels have most
     of the mass (an image has the errors of ``(sum x)^2 / sum x^2`` equal pixels), half the way to
-    the next of them. No proof, but what exact distances bear out (``tests/torture``).
+    the next of them. This is not proved, but exact distances confirm it (``tests/torture``).
     """
     values = x.to(torch.float64).flatten(1)
     if isinstance(cost, DenseCost):
@@ -187,7 +187,7 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
 
 
 def _largest_share(cost: GroundCost, x: Tensor) -> float:
-    """Most that one rounding of a float32 image with a budget can cost, as a share of its mass.
+    """The largest cost of rounding a float32 image with a budget once, as a share of its mass.
 
     The mass of the worst image is in one pixel; denormal pixels add less than a tenth.
     """
@@ -202,7 +202,7 @@ Result = TypeVar("Result", SupportResult, ProjectionResult)
 
 
 class Effort(NamedTuple):
-    """The problem's entropy, and when its solver stops.
+    """The entropy of the problem, and the stopping criteria of its solver.
 
     Attributes:
         reg: the paper's lambda in the units of an image scaled to mass 1; ``inf`` for no entropy.
@@ -223,7 +223,7 @@ class Effort(NamedTuple):
         return math.isinf(self.reg)
 
     def checked(self) -> Effort:
-        """The same, if its values make sense."""
+        """The same settings, after validation."""
         return Effort(
             inputs.check_positive("reg", self.reg, inf=True),
             inputs.check_positive("tol", self.tol),
@@ -236,7 +236,7 @@ def in_chunks(
     problem: TransportProblem,
     solve: Callable[[TransportProblem, slice, Moves], tuple[Result, PackedFlow]],
 ) -> Result:
-    """The results of slices of the batch whose arc tensors fit in memory, as one result.
+    """Solve the batch in slices whose arc tensors fit in memory, and join the results.
 
     ``solve`` gets the problem of a slice, the slice and the moves, and also returns the plans.
     """
@@ -249,7 +249,7 @@ def in_chunks(
 
 
 def _joined(parts: Sequence[Result]) -> Result:
-    """The results for parts of a batch, in their order, as one."""
+    """Concatenate the results of the parts of a batch, in order."""
     if len(parts) == 1:
         return parts[0]
 
@@ -269,7 +269,7 @@ PackedFlow = tuple[torch.Size, Tensor, Tensor]
 
 
 def packed(flow: Tensor) -> PackedFlow:
-    """An arc tensor without the moves that are not in use."""
+    """Remove the unused moves from an arc tensor."""
     where = flow.flatten().nonzero().squeeze(1)
     return flow.shape, where, flow.flatten()[where]
 
@@ -287,11 +287,11 @@ def _unpacked(shape: torch.Size, where: Tensor, mass: Tensor) -> Tensor:
 def statuses(
     converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False
 ) -> tuple[Status, ...]:
-    """One status per image from masks of those that met the tolerance and of those that stopped
-    before ``max_iter``.
+    """One status per image, from masks of the images that met the tolerance and of those that
+    stopped before ``max_iter``.
 
-    The latter is asked for only where some did not meet it. ``late``: time was up before all of
-    them were done.
+    ``stalled`` is called only if some images did not meet it. ``late``: the time limit was reached
+    before all images were done.
     """
     met = converged.tolist()
     if all(met):

@@ -101,7 +101,8 @@ def project(
 def _project(
     problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
-    """Newton's method; with entropy, sweeps and Newton steps of images that they leave unsolved."""
+    """Project by Newton's method; with entropy, by sweeps, with Newton steps for the images that
+    they leave unsolved."""
     if effort.exact or isinstance(problem.cost, DenseCost):  # sweeps over a matrix are slow
         return _by_newton(problem, w, effort, init)
     found = _swept(problem, w, effort, init)
@@ -126,7 +127,7 @@ def _swept(
         u=u, psi=psi, tol=effort.tol, max_iter=SWEEPS, factors=True,
     ))  # fmt: skip
     gap, solved = answer.gap, answer.gap <= answer.allowed
-    if spend is not budget:  # something is held back
+    if spend is not budget:  # some budget is held back for rounding
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
         solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
     # The kernel treats a ball without budget as one point, even if moves are free.

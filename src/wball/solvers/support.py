@@ -100,7 +100,7 @@ def _solved(
     value, weight = dot_and_size(direction, reached)
     upper, done = torch.maximum(-size * best.hard, value), goal.done(best)
     if exact:
-        # Sums over images of denormal mass may round to 0: check the gap of what is returned.
+        # Sums over images of denormal mass may round to 0: check the gap of the returned point.
         heft = size * most
         allowed = torch.add(torch.addcmul(value, size, still, value=-1).abs(), heft, alpha=1e-2)
         rounding = 0.5 * torch.finfo(point.dtype).eps + 1e-12
@@ -120,8 +120,8 @@ def _bound_single(problem: Problem, best: Best) -> None:
 
 
 def _without_box(problem: Problem, max_iter: int, best: Best) -> tuple[Tensor, str]:
-    """Keep the best plans without the box, where ``u = g`` is optimal, repaired into it, and their
-    bounds. Returns the steps used, and the kernel."""
+    """Keep the best plans of the problem without a box, where ``u = g`` is optimal, after repairing
+    them into the box, and their bounds. Returns the steps used, and the kernel."""
     n_iter, todo = torch.zeros_like(best.primal, dtype=torch.long), problem.todo(best)
     if not todo.numel():
         return n_iter, "none"
@@ -137,5 +137,6 @@ def _without_box(problem: Problem, max_iter: int, best: Best) -> tuple[Tensor, s
 
 
 def _size(direction: Tensor) -> Tensor:
-    """The power of 2 below each image's largest entry; some number where all are 0."""
+    """The power of 2 below each image's largest entry; any positive number where all entries are
+    0."""
     return torch.exp2((torch.frexp(largest(direction)).exponent - 1).to(torch.float64))

@@ -38,7 +38,7 @@ _LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 
 class DamagedFile(ValueError):
-    """The content of a file is not what was written. The message names the file."""
+    """The content of a file differs from what was written. The message names the file."""
 
 
 def grouped() -> bool:
@@ -47,8 +47,8 @@ def grouped() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank and number of the processes that share the work: of the process group or, before there
-    is one, of ``torchrun``."""
+    """Rank and number of the processes that share the work, from the process group or, before there
+    is one, from ``torchrun``."""
     if grouped():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,7 +69,7 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself must reach the disk, too
+    if os.name == "posix":  # the rename itself must reach the disk as well
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -118,6 +118,7 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
 
 
 def _lock(descriptor: int) -> None:
+    """Take an exclusive lock on an open file, without waiting."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -193,7 +194,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) 
 
 
 def read_tensors(path: Path, checksum: str | None = None) -> tuple[dict[str, Tensor], Any]:
-    """Read what :func:`write_tensors` wrote; with ``checksum``, the file must be that very one."""
+    """Read what :func:`write_tensors` wrote. With ``checksum``, the file must have that
+    checksum."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -221,8 +223,7 @@ def tensor_checksum(tensors: Mapping[str, Tensor], notes: Any = None) -> str:
 
 
 def as_bytes(images: Tensor) -> Tensor:
-    """Images as uint8, if every pixel is a multiple of 1/255 to the last bit; the same tensor
-    otherwise.
+    """Images as uint8 if every pixel is exactly a multiple of 1/255; otherwise the same tensor.
 
     >>> as_bytes(torch.tensor([0.0, 51 / 255, 1.0]))
     tensor([  0,  51, 255], dtype=torch.uint8)
@@ -236,7 +237,8 @@ def as_bytes(images: Tensor) -> Tensor:
 
 
 class Log:
-    """A log file with one JSON object per line. It is never read back, and no link is followed."""
+    """A log file with one JSON object per line. It is never read back, and links are not
+    followed."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank

@@ -6,7 +6,7 @@ import unicodedata
 
 
 def file_name(name: str) -> str:
-    """A file name of letters, digits, ``-``, ``_`` and ``.``, without folders and not hidden.
+    """A safe file name of letters, digits, ``-``, ``_`` and ``.``, without folders and not hidden.
 
     >>> file_name("../a b"), file_name("")
     ('a-b', 'unnamed')
@@ -27,6 +27,6 @@ def printable(text: str) -> str:
 
 
 def _harmless(c: str) -> bool:
-    # Cc: control, Cf: format (direction of writing among them), Cs: stand-ins for bytes that are
-    # not text.
+    # Cc: control, Cf: format (such as the direction of writing), Cs: surrogates for undecodable
+    # bytes.
     return c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Zl", "Zp")

@@ -97,6 +97,7 @@ def _tensors_of(model: nn.Module) -> StateDict:
 
 
 def _safetensors(path: Path) -> Any:
+    """Open a safetensors file; errors name it."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
@@ -114,7 +115,7 @@ def read_weights(path: Path) -> Any:
     if path.suffix.lower() == ".safetensors":
         with _safetensors(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs write none
+            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs do not write one
         if checksum is not None and checksum != tensor_checksum(tensors):
             raise ValueError(f"{path} is damaged: the weights do not have their checksum")
         return tensors
@@ -124,7 +125,7 @@ def read_weights(path: Path) -> Any:
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make it raise anything
+    except Exception as error:  # a damaged file can raise any exception
         # torch's message advises to disable the protection, so it is not passed on.
         if isinstance(error, pickle.UnpicklingError) and (
             refused := re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -166,7 +167,8 @@ def _state_dicts(content: Any) -> Iterator[StateDict]:
 
 
 def _match(found: StateDict, wanted: StateDict) -> StateDict:
-    """``found`` under the names of ``wanted`` if they differ in prefixes only; else ``found``."""
+    """Rename the entries of ``found`` to those of ``wanted`` if the names differ only in
+    prefixes."""
     mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
     if mine.keys() == theirs.keys() or set(mine.values()) != set(theirs.values()):
         return found
@@ -198,6 +200,7 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
 
 
 def _complaint(found: StateDict, wanted: StateDict) -> str:
+    """The error message about missing, unexpected and differently shaped tensors."""
     missing = [key for key in _essential(wanted) if key not in found]
     unexpected = [key for key in _essential(found) if key not in wanted]
     shapes = [
@@ -222,10 +225,11 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
 
 
 def _kind(value: Tensor) -> tuple[torch.layout, bool]:
-    """Tensors of different kinds cannot be converted without loss."""
+    """The kind of a tensor's dtype: different kinds cannot be converted without loss."""
     return value.layout, value.is_floating_point()
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
+    """The first items of a list as text, and the number of the rest."""
     rest = len(items) - limit
     return between.join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")

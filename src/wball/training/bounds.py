@@ -134,8 +134,8 @@ def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
 
 
 def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
-    r"""The most that ``<g, z - x>`` can be over the ball without its box, ``(B,)``, differentiable
-    in ``g``.
+    r"""The maximum of ``<g, z - x>`` over the ball without its box, ``(B,)``, differentiable in
+    ``g``.
 
     .. math:: \max_z\; \langle g, z - x \rangle \quad\text{over the moves of the ball's window}
 

@@ -85,11 +85,13 @@ class Optimisation:
 
 @dataclass(frozen=True)
 class Loss:
-    """The labels of the cross-entropy of adversarial images, or of clean ones without an adversary.
+    """Labels of the cross-entropy on adversarial images, or on clean images without an adversary.
 
-    Attributes: label_smoothing: share of the uniform distribution in the labels. teacher: share of
-        a teacher's probabilities in the labels (:class:`~wball.training.losses.Teacher`);
-            the network itself is passed to :func:`~wball.training.train`.
+    Attributes:
+        label_smoothing: share of the uniform distribution in the labels.
+        teacher: share of a teacher's probabilities in the labels
+            (:class:`~wball.training.losses.Teacher`); the teacher is passed to
+            :func:`~wball.training.train`.
     """
 
     label_smoothing: float = 0.0
@@ -140,7 +142,8 @@ class RadiusSchedule:
 
 @dataclass(frozen=True)
 class Smooth(RadiusSchedule):
-    r"""Robustness to first order: moving mass along the gradient of the margin must not pay.
+    r"""First-order robustness: moving mass along the gradient of the margin must not help the
+    attacker.
 
     .. math::
         CE\big(f(z) + S\, 1_{k \ne y},\; y\big), \qquad
@@ -314,7 +317,7 @@ class TrainConfig:
             dataset_info(self.dataset)
         if self.architecture not in (OWN, *architectures()):
             raise ValueError(
-                f"unknown architecture {self.architecture!r}; known are "
+                f"unknown architecture {self.architecture!r}; choose from "
                 f'{", ".join(architectures())}, and "{OWN}" for a model that is passed to train'
             )
         inputs.check_count("epochs", self.epochs)

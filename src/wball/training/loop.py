@@ -286,7 +286,7 @@ class _Run:
         tests: tuple[Tensor, Tensor] | None,
         on_epoch: Callable[[Record], None] | None,
     ) -> None:
-        """Evaluate, log the record, save a checkpoint."""
+        """Evaluate the model, log the metrics and save a checkpoint."""
         (loss, right), images = self.totals.tolist(), self.images
         if not math.isfinite(loss):
             raise ValueError(
@@ -323,7 +323,7 @@ class _Run:
     # ---- checkpoints
 
     def checkpoint(self, *, now: bool = False) -> None:
-        """Save if it is due, or ``now``; then stop if a signal asked for it.
+        """Save a checkpoint if it is due, or ``now``; then stop if a signal requested it.
 
         The main process stops first: it could not finish its step without the others.
         """
@@ -429,7 +429,7 @@ class _Run:
             },
         }
 
-    # ---- ends
+    # ---- start and end
 
     @contextmanager
     def opened(self, x: Tensor, y: Tensor, init: str | None) -> Iterator[None]:
@@ -444,7 +444,8 @@ class _Run:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C finish the step and save first; a second Ctrl-C stops at once."""
+        """Context in which SIGTERM and Ctrl-C let the step finish and save first; a second Ctrl-C
+        stops at once."""
         if self.folder is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -486,7 +487,7 @@ def _start(
     init: str | os.PathLike[str] | None,
     device: torch.device,
 ) -> nn.Module:
-    """The network that training begins with."""
+    """The initial network of the training."""
     if model is None and config.architecture == OWN:
         raise ValueError(
             f'model is missing: config.architecture is "{OWN}", so the network must be passed to train'
@@ -527,8 +528,7 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _idle(model: nn.Module, x: Tensor) -> bool:
-    """Whether some parameters do not affect the logits, so that they have no gradients to wait
-    for."""
+    """Whether some parameters do not affect the logits and so have no gradients to synchronise."""
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
         logits = ask(model.eval(), x[:2])
@@ -536,7 +536,7 @@ def _idle(model: nn.Module, x: Tensor) -> bool:
 
 
 def _seed(number: int, device: torch.device) -> None:
-    """Seed layers such as dropout, so that a repeated step draws the same random numbers."""
+    """Seed random layers such as dropout, so that a repeated step draws the same numbers."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -572,8 +572,8 @@ def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generato
 
 @contextmanager
 def _products(device: torch.device, precision: str, *, benchmark: bool = False) -> Iterator[None]:
-    """On a GPU: precision of float32 products, and whether convolution algorithms are
-    benchmarked."""
+    """Context that sets the precision of float32 products on a GPU, and whether convolution
+    algorithms are benchmarked."""
     if device.type != "cuda":
         yield
         return
@@ -589,6 +589,7 @@ def _products(device: torch.device, precision: str, *, benchmark: bool = False) 
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors below a prefix, without the prefix."""
     return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
 
 
@@ -607,7 +608,7 @@ def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:
 def _bar(
     show: bool | None, main: bool, config: TrainConfig, per_epoch: int
 ) -> Iterator[Callable[[int], None]]:
-    """A bar for the run; a function that moves it to a step."""
+    """A progress bar for the run: a function that moves it to a step."""
     wanted = main and (sys.stderr.isatty() if show is None else show)
     with progress_bar(config.name, per_epoch * config.epochs, "of the steps", show=wanted) as bar:
 

@@ -26,7 +26,7 @@ CHUNK = 1000
 
 
 class AsTrained(nn.Module):
-    """``model`` in the precision and layout of its training, with logits in float32 or better."""
+    """``model`` in the precision and memory layout of training, with logits in at least float32."""
 
     def __init__(self, model: nn.Module, options: Optimisation) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class AsTrained(nn.Module):
 
 
 class Opponent:
-    """Makes adversarial training images, each in a ball of the given radius."""
+    """Generates adversarial training images, each in a ball of the given radius."""
 
     def __init__(
         self, settings: Adversary, options: Optimisation, model: nn.Module, seed: int
@@ -84,8 +84,7 @@ class Radii:
         return scale * world.shard(self.values[index])
 
     def follow(self, index: Tensor, broken: Tensor, world: World) -> None:
-        """Let the radii of the training images ``index`` grow, or shrink where an image is
-        broken."""
+        """Increase the radii of the training images ``index``, or decrease those of broken ones."""
         if self.settings.radius == "fixed":
             return
         shrinks = world.gather(broken.to(self.values.dtype))
@@ -190,6 +189,7 @@ class Objective(nn.Module):
 
 
 def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
+    """The l-inf bounds of a network; refuses batch normalisation."""
     bounds = LinfBounds(model, like)
     for name, module in model.named_modules():
         # The trace would keep the statistics of the untrained network.
@@ -209,19 +209,18 @@ def _excess(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def accuracy(model: Model, x: Tensor, y: Tensor) -> float:
-    """The share of images that the model (in evaluation mode) gets right."""
+    """Share of the images that the model (in evaluation mode) classifies correctly."""
     return _counted(lambda a, b: _right(model, a, b), model, x, y)
 
 
 def robust_accuracy(model: Model, x: Tensor, y: Tensor, attack: Attack) -> float:
-    """The share of images that the model gets right and ``attack`` finds no adversarial example
-    for."""
+    """Share of the images that the model classifies correctly and ``attack`` does not break."""
     check_attack(attack)
     return _counted(lambda a, b: ~attack(model, a, b).success & _right(model, a, b), model, x, y)
 
 
 def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
-    """The share of images proved right over the l-inf ball of radius ``eps``
+    """Share of the images that are certified over the l-inf ball of radius ``eps``
     (:mod:`wball.training.bounds`)."""
     inputs.check_eps(eps)
     return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, chunk=200)
@@ -240,6 +239,7 @@ def _counted(
     y: Tensor,
     chunk: int = CHUNK,
 ) -> float:
+    """Share of the images that are ``right``, over all processes."""
     world = current()
     x = inputs.as_pixels(x)
     inputs.check_layout("x", x)
@@ -257,7 +257,7 @@ def _counted(
 
 
 def measure(config: TrainConfig, model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """What :class:`~wball.training.Validation` asks for."""
+    """The metrics that :class:`~wball.training.Validation` requests."""
     out = {"clean_accuracy": accuracy(model, x, y)}
     settings = config.evaluation
     if settings.attack is not None:

@@ -175,7 +175,7 @@ CIFAR10_ADVERSARIAL = TrainConfig(
     batch_size=512,
     augment=4,
     flip=True,
-    cutout=16,  # without it training images are learnt by heart, and their radii grow for nothing
+    cutout=16,  # without it the network memorises training images, and their radii grow too far
     optimisation=Optimisation(
         lr=0.05,
         weight_decay=1e-3,
@@ -257,7 +257,7 @@ _PRESETS = {
 
 
 def presets() -> list[str]:
-    """The names :func:`preset` knows.
+    """The names of all presets.
 
     >>> "mnist-adversarial-paper" in presets()
     True
@@ -266,18 +266,18 @@ def presets() -> list[str]:
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
-    """The recipe of that name; ``changes`` replace its top-level settings.
+    """The preset of that name; ``changes`` replace its top-level settings.
 
     >>> preset("mnist-standard", epochs=2).epochs
     2
     """
     if name not in _PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known are {', '.join(_PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; choose from {', '.join(_PRESETS)}")
     return dataclasses.replace(_PRESETS[name], **changes)
 
 
 def override(settings: Settings, path: str, value: Any) -> Settings:
-    """The settings with one of them, at any depth, replaced.
+    """A copy of the settings with one value, at any depth, replaced.
 
     >>> override(preset("mnist-adversarial"), "adversary.attack.ball.eps", 0.5).adversary.eps
     0.5
@@ -298,7 +298,7 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     changed = (
         override(inner, rest, value) if rest else tuple(value) if isinstance(value, list) else value
     )
-    # Any text would count as true.
+    # A non-empty string would count as true.
     if not rest and isinstance(inner, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     allowed = type(value) in (int, float) or (value is None and "None" in known[name])

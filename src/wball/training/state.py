@@ -36,7 +36,7 @@ from wball.storage.files import DamagedFile, grouped, rank_and_size, read_tensor
 def generator(
     seed: int, purpose: str, number: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A generator for one purpose and one epoch or step.
+    """A random generator for one purpose and one epoch or step.
 
     >>> generator(0, "order", 3).initial_seed() == generator(0, "order", 3).initial_seed()
     True
@@ -68,7 +68,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what :func:`pack_optimizer` took."""
+    """Restore the tensors saved by :func:`pack_optimizer`."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         number, name = key.split(".", 1)
@@ -76,7 +76,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )
-    # In the layout of their parameters, which files do not keep and fused optimizers insist on.
+    # In the memory layout of the parameters, which files do not keep and fused optimizers require.
     for parameter, entry in optimizer.state.items():
         for name, value in entry.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -84,7 +84,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
 
 
 class Average:
-    """Exponential moving average of a model's weights. With decay 0 it is the model itself."""
+    """Exponential moving average of a model's weights; with decay 0, the weights themselves."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.count = decay, 0
@@ -137,7 +137,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: its ``rank`` of ``size``."""
+    """This process in its process group: its ``rank`` of ``size``."""
 
     rank: int = 0
     size: int = 1
@@ -152,11 +152,11 @@ class World:
         return values[self.rank * part : (self.rank + 1) * part]
 
     def strided(self, values: Tensor) -> Tensor:
-        """This process's part of any number of values, for counting."""
+        """This process's part of a list of any length, for counting."""
         return values[self.rank :: self.size]
 
     def gather(self, shard: Tensor) -> Tensor:
-        """The global batch from its equal parts."""
+        """Gather the global batch from its equal parts."""
         if self.size == 1:
             return shard
         parts = [torch.empty_like(shard) for _ in range(self.size)]
@@ -164,14 +164,14 @@ class World:
         return torch.cat(parts)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes."""
+        """Sum over all processes."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def agreed(self, value: Any) -> Any:
-        """The main process's value, on all."""
+        """Broadcast the main process's value to all processes."""
         if self.size == 1:
             return value
         box = [value]
@@ -179,7 +179,7 @@ class World:
         return box[0]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors by those of the main process."""
+        """Overwrite tensors with those of the main process."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
@@ -196,7 +196,8 @@ def current() -> World:
 
 @contextmanager
 def launched(device: str) -> Iterator[torch.device]:
-    """Join the processes that ``torchrun`` started, if it did. Yields this process's device."""
+    """Join the process group of ``torchrun``, if there is one. Yields the device of this
+    process."""
     chosen = torch.device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or grouped():
         yield chosen

@@ -25,7 +25,7 @@ __all__ = ["PublicModel", "list_models", "load_model", "model_card", "public_mod
 
 
 def list_models() -> list[str]:
-    """The models that come with the package; :func:`public_models` are fetched.
+    """The names of the bundled models; :func:`public_models` are downloaded instead.
 
     >>> "mnist-standard" in list_models()
     True
@@ -37,7 +37,7 @@ def list_models() -> list[str]:
 
 
 def model_card(name: str) -> dict[str, Any]:
-    """What is known about a model: architecture, data set, training; of public ones also authors,
+    """The card of a model: architecture, data set and training; for public models also authors,
     source and licence.
 
     >>> model_card("mnist-standard")["architecture"]
@@ -48,9 +48,9 @@ def model_card(name: str) -> dict[str, Any]:
     if name not in list_models():
         if Path(name).suffix in (".onnx", ".pt", ".pt2", ".pth", ".safetensors"):
             raise ValueError(
-                f"{name!r} is a file, and names of models are expected here: wball evaluate takes files of models, "
-                "wball.attacks.adapters.onnx.load reads ONNX, wball.load_weights(model, path) weights, torch.jit.load "
-                "TorchScript"
+                f"{name!r} is a file, but load_model takes the name of a model; load weights with "
+                "wball.load_weights(model, path), ONNX with wball.attacks.adapters.onnx.load and TorchScript with "
+                "torch.jit.load"
             )
         raise ValueError(
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
@@ -65,7 +65,7 @@ def model_card(name: str) -> dict[str, Any]:
 def load_model(
     name: str, *, root: str | os.PathLike[str] | None = None, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """A trained model, in evaluation mode: images in [0, 1] in, logits out.
+    """Load a trained model in evaluation mode. It maps images in [0, 1] to logits.
 
     A public model is downloaded from its authors' repository on first use, checked, and kept in
     ``root`` (default: the folder that ``WBALL_MODELS`` names, or the user's cache). Nothing in its
@@ -74,7 +74,7 @@ def load_model(
     >>> load_model("mnist-standard")(torch.zeros(1, 1, 28, 28)).shape
     torch.Size([1, 10])
     """
-    with torch.device("cpu"):  # whatever the default is: the weights are read there
+    with torch.device("cpu"):  # regardless of the default device: weights are read on the CPU
         model = build_model(model_card(name)["architecture"])
     if name in public_models():
         load_weights(model, public_models()[name].weights(root))

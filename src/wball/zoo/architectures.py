@@ -201,7 +201,7 @@ class SmallResNet(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A network that can be built by name, and the images it takes."""
+    """A network that can be built by name, and the shape of its images."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -266,7 +266,7 @@ _ARCHITECTURES = {
 
 
 def architectures() -> dict[str, Architecture]:
-    """The networks :func:`build_model` knows, by name.
+    """The networks that :func:`build_model` can build, by name.
 
     >>> [name for name in architectures() if name.startswith("mnist")]
     ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-resnet', 'mnist-shallow']
@@ -275,11 +275,11 @@ def architectures() -> dict[str, Architecture]:
 
 
 def build_model(name: str) -> nn.Module:
-    """A fresh network with random weights (torch's global seed), in training mode.
+    """Build a network with random weights (from PyTorch's global seed), in training mode.
 
     >>> build_model("mnist-cnn")(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
     """
     if name not in _ARCHITECTURES:
-        raise ValueError(f"unknown architecture {name!r}; known are {', '.join(_ARCHITECTURES)}")
+        raise ValueError(f"unknown architecture {name!r}; choose from {', '.join(_ARCHITECTURES)}")
     return _ARCHITECTURES[name].build()

@@ -26,13 +26,21 @@ from wball.storage.files import locked
 class PublicModel:
     """A model trained by other authors.
 
-    Attributes: name: by which :func:`wball.load_model` knows it. authors: of paper and weights.
-        year: of the paper. paper: its title. paper_url: where to read it. repository: address of
-        the authors' repository. commit: the pinned commit. path: of the weights in the repository.
-        sha256: of that file. dataset: which images it is for. architecture: a name that
-        :func:`wball.build_model` knows. summary: what was trained. licence: what the repository
-        states; without a statement the weights are their authors' alone. noise: standard deviation
-        of the smoothing noise that it was trained for.
+    Attributes:
+        name: name for :func:`wball.load_model`.
+        authors: authors of the paper and the weights.
+        year: year of the paper.
+        paper: title of the paper.
+        paper_url: address of the paper.
+        repository: address of the authors' repository.
+        commit: pinned commit of the repository.
+        path: path of the weights in the repository.
+        sha256: checksum of the weights file.
+        dataset: data set that the model was trained on.
+        architecture: name for :func:`wball.build_model`.
+        summary: how the model was trained.
+        licence: licence that the repository states. Without one, all rights are the authors'.
+        noise: standard deviation of the smoothing noise used in training, if any.
     """
 
     name: str
@@ -52,7 +60,7 @@ class PublicModel:
 
     @property
     def url(self) -> str:
-        """Where the weights are: repository, commit and path."""
+        """Address of the weights: repository, commit and path."""
         return f"{self.repository.rstrip('/')}/raw/{self.commit}/{self.path}"
 
     @property
@@ -61,14 +69,14 @@ class PublicModel:
         return f"{self.name}{Path(self.path).suffix}"
 
     def card(self) -> dict[str, Any]:
-        """What is known about it, as plain data."""
+        """The model card, as plain data."""
         return {
             **{key: value for key, value in asdict(self).items() if value is not None},
             "url": self.url,
         }
 
     def weights(self, root: str | os.PathLike[str] | None = None) -> Path:
-        """The checked file: the one in the folder, or fetched into it now."""
+        """The verified weights file, downloaded into the folder if it is not there yet."""
         folder = models_folder(root)
         target = folder / self.file
         if self._checked(target):
@@ -85,8 +93,7 @@ class PublicModel:
         return target
 
     def _checked(self, path: Path) -> bool:
-        """Whether the file is there. One that is not the published file is never replaced, and
-        never opened."""
+        """Whether the file exists. A file with a wrong checksum is never replaced or opened."""
         if not path.is_file():
             return False
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -110,8 +117,7 @@ def public_models() -> dict[str, PublicModel]:
 
 
 def models_folder(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of public models: ``root``, else that of ``WBALL_MODELS``, else one in the user's
-    cache."""
+    """The folder of public models: ``root``, ``$WBALL_MODELS``, or one in the user's cache."""
     if root is not None:
         return Path(root)
     if named := os.environ.get("WBALL_MODELS"):

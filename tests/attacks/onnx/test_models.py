@@ -253,7 +253,7 @@ def test_onnx_runtime_serves_the_rest_without_gradients(images: Tensor, tmp_path
     pytest.importorskip("onnxruntime")
     proto = resize()
     onnx.save(proto, tmp_path / "r.onnx")
-    with pytest.warns(UserWarning, match="Resize is not known here.*without gradients"):
+    with pytest.warns(UserWarning, match="Resize is not supported.*without gradients"):
         model = load(tmp_path / "r.onnx")
     assert isinstance(model, ForwardOnly)
     (expected,) = ReferenceEvaluator(proto).run(None, {"x": images.numpy()})
@@ -263,7 +263,7 @@ def test_onnx_runtime_serves_the_rest_without_gradients(images: Tensor, tmp_path
     attack = wball.ScoreSearch(WassersteinBall(0.5), queries=300)
     result = attack(model, images, found.argmax(1))
     assert bool(result.success.any()) and wball.audit(attack.ball, images, result.images).all_valid
-    with pytest.raises(ValueError, match="Resize is not known here"):
+    with pytest.raises(ValueError, match="Resize is not supported"):
         load(tmp_path / "r.onnx", engine="torch")
 
 

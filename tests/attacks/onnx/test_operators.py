@@ -156,8 +156,8 @@ def graph(kind: str, opset: int = 21, **attributes: Any) -> OnnxGraph:
             {"kernel_shape": [2, 2], "dilations": [2, 2]},
             "attribute 'dilations' of AveragePool",
         ),
-        ("LSTM", {"hidden_size": 2}, "operator LSTM is not known"),
-        ("Cast", {"to": int(TensorProto.STRING)}, "Cast .* to a type that is not known"),
+        ("LSTM", {"hidden_size": 2}, "operator LSTM is not supported"),
+        ("Cast", {"to": int(TensorProto.STRING)}, "Cast .* to an unsupported type"),
         ("BatchNormalization", {"training_mode": 1}, "is in training mode"),
     ],
 )

@@ -54,8 +54,8 @@ class ArtAttack(EvasionAttack):
         """Adversarial examples for images ``x``, an NCHW array in the ball's box.
 
         ``y`` holds class indices or one-hot rows: true labels, or the targets if ``targeted``.
-        Without it an untargeted attack takes the estimator's own predictions for the truth, as
-        ART's attacks do.
+        Without it, an untargeted attack uses the estimator's predictions as labels, as ART's
+        attacks do.
         """
         if y is None and self.targeted:
             raise ValueError("y must hold the target classes of a targeted attack")

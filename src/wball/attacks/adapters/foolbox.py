@@ -63,7 +63,7 @@ class FoolboxAttack(FoolboxBase):
         bounds = tuple(model.bounds)
         if self.attack.ball.box is not None and bounds != self.attack.ball.box:
             raise ValueError(
-                f"the model's bounds are {bounds} and the ball's box is {self.attack.ball.box}; make them one"
+                f"the model's bounds are {bounds} and the ball's box is {self.attack.ball.box}; make them equal"
             )
         goal = get_criterion(criterion)
         if not isinstance(goal, (Misclassification, TargetedMisclassification)):

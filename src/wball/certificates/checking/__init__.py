@@ -84,7 +84,7 @@ class VerificationResult:
 
     @property
     def disagreements(self) -> int:
-        """Certified images that the checker did not confirm."""
+        """Number of certified images that the checker did not confirm."""
         return sum(1 for status in self.status if status is VerificationStatus.UNCONFIRMED)
 
 
@@ -166,14 +166,14 @@ Part = dict[tuple[int, int], int]
 
 @dataclass
 class _Proof:
-    """The bound of one image's margin, part by part where the certificate says so."""
+    """Proves the bound of one image's margin, part by part if the certificate has parts."""
 
     network: Network
     label: int
     leaves: tuple[Leaf, ...]
 
     def margin(self, domains: list[Cube | Transport]) -> float:
-        """A lower bound of the margin; the first that is above 0, or the best one."""
+        """A lower bound of the margin: the first one above 0, or the best one found."""
         others = [k for k in range(self.network.classes) if k != self.label]
         slack = torch.tensor([self._slack(other) for other in others], dtype=torch.float64)
         best, before = torch.full((len(others),), -math.inf, dtype=torch.float64), None
@@ -204,7 +204,7 @@ class _Proof:
         return float(best.amin())
 
     def _fits(self, leaf: Leaf, whole: Checker) -> bool:
-        """Whether a leaf names units of this network."""
+        """Whether the units that a leaf names exist in this network."""
         sizes = {n: len(whole.low[self._read(k)]) for n, k in enumerate(self.network.bends)}
         tensors = [*leaf.slopes.items(), *leaf.shares.items()]
         return all(unit < sizes.get(n, 0) for n, unit, _ in leaf.splits) and all(
@@ -212,7 +212,7 @@ class _Proof:
         )
 
     def _slack(self, other: int) -> float:
-        """What the margin may be off by as the model computes it."""
+        """The largest error of the margin as the model computes it."""
         slack = self.network.graph.slack
         assert slack is not None
         return float(slack[self.label] + slack[other])
@@ -238,8 +238,7 @@ class _Proof:
         return least
 
     def _bounded(self, part: Part, known: Checker, other: int, leaf: Leaf | None) -> float:
-        """The bound of one part, then the same under the assumption that the margin is at most
-        0."""
+        """Bound one part, and then bound it again assuming that the margin is at most 0."""
         signs = self._signs(part, known)
         case = Checker(self.network, known.domain, signs, known)
         best = -math.inf
@@ -293,7 +292,7 @@ def _part_of(leaf: Leaf) -> Part:
 
 
 def _common(part: Part, leaves: list[tuple[Part, Leaf]]) -> tuple[int, int] | None:
-    """A unit whose sign all of these leaves know, and not the same one; ``None`` if there is
+    """A unit that all of these leaves have split, with different signs; ``None`` if there is
     none."""
     if len(leaves) < 2:
         return None

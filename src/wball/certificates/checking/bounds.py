@@ -48,7 +48,7 @@ Signs = dict[int, Tensor]
 
 @dataclass
 class ChargedUnits:
-    """Units of one activation with their values at the image and the gains of every move."""
+    """Units of one activation, with their values at the image and the gains of every move."""
 
     unit: Tensor
     centre: Tensor
@@ -66,8 +66,7 @@ class ImageRows:
 
 @dataclass
 class Margin:
-    """A lower bound of the margin to one class over a part, with the row and the box prices behind
-    it."""
+    """A lower bound of the margin to one class over a part, with its row and box prices."""
 
     value: float
     row: ImageRows
@@ -76,7 +75,7 @@ class Margin:
 
 @dataclass
 class Checker:
-    """The bounds of one image, node after node.
+    """Computes the bounds of one image, node by node.
 
     Args:
         limits: what is known about the part of the ball.
@@ -122,7 +121,7 @@ class Checker:
     # ---- layers
 
     def _intervals(self, node: LinearSum) -> tuple[Tensor, Tensor]:
-        """Bounds from the ranges of what an affine node reads."""
+        """Bounds of an affine node from the ranges of its inputs."""
         centre, radius, size = node.const, torch.zeros_like(node.const), node.summed
         for part in node.maps:
             low, high = self.low[part.source], self.high[part.source]
@@ -134,7 +133,7 @@ class Checker:
         return centre - radius, centre + radius
 
     def _bound(self, index: int, bend: Bend) -> None:
-        """Tighten what a bend reads, by rows where that may help."""
+        """Tighten the input bounds of a bend, by rows where they may help."""
         low, high = self.low[bend.before], self.high[bend.before]
         if index in self.signs:
             sign = self.signs[index]
@@ -176,13 +175,13 @@ class Checker:
             self.anchors[index] = ChargedUnits(unit[keep], centre[keep], gain[keep])
 
     def _open(self, bend: Bend, low: Tensor, high: Tensor) -> Tensor:
-        """Values whose bounds matter: of activations that may bend, and of curves."""
+        """The inputs whose bounds matter: those of unstable activations, and those of curves."""
         if not bend.curve:
             return ((low < 0) & (high > 0)).nonzero()[:, 0]
         return (low < high).nonzero()[:, 0]
 
     def _after(self, bend: Bend) -> tuple[Tensor, Tensor]:
-        """The range of a bend's own values."""
+        """The range of the values of a bend."""
         low, high = self.low[bend.before], self.high[bend.before]
         if bend.curve:
             return values_between(bend.curve, low, high)
@@ -198,8 +197,8 @@ class Checker:
     # ---- rows
 
     def _lowest(self, node: int, rows: Tensor) -> tuple[Tensor, ImageRows]:
-        """Lower bounds of rows over a node, and the rows over the image that gains are taken
-        from."""
+        """Lower bounds of rows over a node, and the corresponding rows over the image, which define
+        gains."""
         kept = self._back(node, rows)
         ways = [kept]
         if self.anchors:
@@ -213,7 +212,7 @@ class Checker:
         return torch.stack(values).amax(0), kept
 
     def _contradicted(self, rows: ImageRows, best: Tensor) -> Tensor:
-        """Lower bounds of rows over images with a margin of at most 0, from those over all
+        """Lower bounds of rows over the images whose margin is at most 0, from those over all
         images."""
         assert self.against is not None
         centre, margin = self.domain.centre, self.against.row
@@ -224,7 +223,8 @@ class Checker:
         return best
 
     def _with_margin(self, rows: ImageRows, weight: Tensor) -> Tensor:
-        """Bounds of rows plus the margin times a weight, which is at most the row itself."""
+        """Bounds of rows plus a multiple of the margin, which is at most the row itself where the
+        margin is at most 0."""
         assert self.against is not None
         margin, prices = self.against.row, self.against.prices
         by = torch.where(torch.isfinite(weight), weight, 0.0)[:, None]
@@ -244,7 +244,7 @@ class Checker:
         return rows.const - top - 4 * UNIT * (rows.const.abs() + top.abs())
 
     def _gains(self, domain: Transport, rows: ImageRows) -> tuple[Tensor, Tensor]:
-        """Of rows that bound ``-v``: the upper bound of ``v`` at the image, and the gains of every
+        """For rows that bound ``-v``: the upper bound of ``v`` at the image, and the gains of every
         move."""
         image = domain.centre
         at = rows.at_image @ image
@@ -296,7 +296,7 @@ class Checker:
     def _through(
         self, node: LinearSum, rows: Tensor, const: Tensor, pending: dict[int, Tensor]
     ) -> Tensor:
-        """Rows over an affine node become rows over what it reads; errors are subtracted."""
+        """Propagate rows over an affine node to its inputs; rounding errors are subtracted."""
         size = rows.abs()
         error = gamma(rows.shape[1] + 8) * (size @ node.summed)
         const = const + rows @ node.const
@@ -310,8 +310,7 @@ class Checker:
     # ---- bends
 
     def _anchor(self, index: int, bend: Bend) -> ChargedUnits | None:
-        """The anchor of the units that bend and whose value at the image is between their
-        bounds."""
+        """The anchor of the unstable units whose value at the image is between their bounds."""
         anchor = self.anchors.get(index)
         if anchor is None:
             return None
@@ -328,7 +327,8 @@ class Checker:
         anchor: ChargedUnits | None,
         given: Parameters,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Lines below with the given slopes; above the chord, and a share of the anchored bound."""
+        """Relax an activation: lines below with the given slopes; above, the chord and a share of
+        the anchored bound."""
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         crossing = (low < 0) & (high > 0)
         one = torch.ones_like(low)  # plain numbers would be rounded to float32
@@ -362,7 +362,7 @@ class Checker:
     def _priced(
         self, bend: Bend, row: Tensor, const: Tensor, price: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Prices of the limits of what a bend reads."""
+        """Add the prices of the input limits of a bend."""
         low, high = self.low[bend.before], self.high[bend.before]
         out, paid = row - price, price * torch.where(price > 0, low, high)
         paid = torch.where(price == 0, 0.0, paid)
@@ -389,7 +389,7 @@ class Checker:
         return torch.cat([self._lowest(node, part)[0] for part in rows.split(self._chunk())])
 
     def margin(self, label: int, other: int, slack: float, given: Parameters) -> Margin:
-        """The best bound of one margin less ``slack``: with parameters that are given, or the usual
+        """The best bound of one margin minus ``slack``, with the given parameters or the default
         ones."""
         node, rows = len(self.network.nodes) - 1, self._difference(label, other)
         prices = given.get(("box", 0)) if isinstance(self.domain, Transport) else None

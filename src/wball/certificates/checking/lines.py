@@ -23,8 +23,8 @@ that entered it."""
 
 @dataclass(frozen=True)
 class SmoothFunction:
-    """A function, its derivative, a bound of its second one, and where it turns if it is not
-    monotone."""
+    """A function with its derivative, a bound of its second derivative, and its turning point if it
+    is not monotone."""
 
     value: Callable[[Tensor], Tensor]
     steepness: Callable[[Tensor], Tensor]
@@ -98,8 +98,8 @@ def values_between(curve: str, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
 
 
 def lines(curve: str, low: Tensor, high: Tensor) -> LinePair:
-    """Of lines with a few slopes the highest one below and the lowest one above, in the middle of
-    each interval."""
+    """Of lines with a few slopes, the highest one below and the lowest one above the curve,
+    compared at the middle of each interval."""
     middle, width, shape = (low + high) / 2, (high - low).clamp(min=1e-12), CURVES[curve]
     chord = (shape.value(high) - shape.value(low)) / width
     half = width / CELLS / 2

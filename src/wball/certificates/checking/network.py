@@ -31,18 +31,18 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Unfollowed(TypeError):
-    """The checker has no rule for the ball or the model. The message names the reason."""
+    """The checker does not support the ball or the model. The message names the reason."""
 
 
 def gamma(terms: int) -> float:
-    """Relative error of a sum of ``terms`` products in any order, with room for evaluating this
-    bound."""
+    """Relative error of a sum of ``terms`` products in any order, including the error of computing
+    this bound."""
     return 2 * (terms + 4) * UNIT
 
 
 @dataclass
 class Map:
-    """A linear map of the value of node ``source``; ``size`` has the absolute values of its
+    """A linear map of the value of node ``source``; ``size`` holds the absolute values of its
     coefficients."""
 
     source: int
@@ -61,7 +61,7 @@ class Map:
         return self._pull(torch.eye(self._graph[1].numel(), dtype=torch.float64))
 
     def magnitude(self, values: Tensor) -> Tensor:
-        """The map with absolute coefficients, of flat ``values`` that are not negative; flat."""
+        """Apply the map with absolute coefficients to flat, non-negative ``values``; flat."""
         if self.size is not None:
             return self.size(values.reshape(1, *self.shape)).flatten()
         numbers = self._graph[1].numel()
@@ -180,8 +180,7 @@ def _affine(op: ops.Affine, shapes: list[Shape], device: torch.device) -> Linear
 
 
 def _absolute(op: ops.Affine) -> Callable[..., Tensor] | None:
-    """The operation with absolute coefficients, up to a constant; ``None`` if they are not
-    known."""
+    """The operation with absolute coefficients, up to a constant; ``None`` if they are unknown."""
     if isinstance(op, (ops.Linear, ops.Conv2d)):
         return replace(op, weight=op.weight.abs()).forward
     if isinstance(op, ops.Diagonal):

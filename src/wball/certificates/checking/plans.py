@@ -94,7 +94,7 @@ class Transport:
         )
 
     def _list(self, near: float, power: float) -> None:
-        """Options of every source: single targets first, then groups of targets."""
+        """List the options of every source: single targets first, then groups of targets."""
         listed = (self.cost < near**power) & torch.isfinite(self.cost)
         most = max(1, int(listed.sum(1).max())) if self.cost.numel() else 1
         order = torch.where(listed, self.cost, math.inf).argsort(1)[:, :most]
@@ -128,8 +128,8 @@ class Transport:
         return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
 
     def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``(R, sources)`` of staying and ``(R, sources, options)`` of moving, for rows over the
-        flat image."""
+        """Values of staying ``(R, sources)`` and of moving ``(R, sources, options)``, for rows over
+        the flat image."""
         maps = rows.view(-1, self.channels, self.pixels)
         stay = maps[:, self.channel, self.pixel]
         parts = [maps[:, self.channel[:, None], self.target]]
@@ -142,8 +142,8 @@ class Transport:
         return stay, moved
 
     def gains(self, rows: Tensor, charges: Tensor | None) -> Tensor:
-        """What a move adds at most, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R, sources *
-        options)."""
+        """An upper bound of what each move adds, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R,
+        sources * options)."""
         stay, moved = self.worth(rows)
         gain = moved - stay[..., None]
         size = moved.abs() + stay.abs()[..., None]
@@ -155,8 +155,8 @@ class Transport:
     def highest(
         self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None
     ) -> Tensor:
-        """Upper bounds of ``<rows, z>`` plus charges, (R,); any prices of the box and of the budget
-        are right."""
+        """Upper bounds of ``<rows, z>`` plus charges, (R,). They are valid for any prices of the
+        box and the budget."""
         if self.mass.numel() == 0:
             return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
         found = self._highest(rows, charges, prices)
@@ -191,7 +191,7 @@ class Transport:
         )
 
     def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
-        """The best price that bisection finds: the dual function is convex."""
+        """The best price found by bisection: the dual function is convex."""
         gain = (moved - stay[..., None]) / price.clamp(min=1e-30)
         steep = torch.where(torch.isfinite(self.price) & (price > 0), gain, 0.0)
         low = torch.zeros_like(stay[:, 0])
@@ -233,7 +233,7 @@ def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tens
 
 def domain(ball: object, x: Tensor, plans: Plans, near: float = 3.0) -> Cube | Transport:
     """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are
-    told apart."""
+    listed one by one."""
     if type(ball) is LinfBall:
         wide = x.to("cpu", torch.float64)
         eps = float(torch.as_tensor(ball.eps).reshape(-1)[0])

@@ -57,7 +57,7 @@ candidates 13 in the same time. And halves that are bounded together."""
 
 @dataclass
 class Problems:
-    """Pairs of an image and a class that might beat its label, with bounds of every unit.
+    """Pairs of an image and a competing class, with bounds of every unit.
 
     Attributes:
         x, y, other: images, labels, and classes, one per problem.
@@ -125,7 +125,7 @@ class Problems:
 
 @dataclass(frozen=True)
 class Line:
-    """What one operation's relaxation used, for choosing splits."""
+    """The relaxation of one operation, used to choose splits."""
 
     coeff: Tensor
     slope: Tensor
@@ -245,7 +245,7 @@ def trace_back(
 
 @torch.no_grad()
 def sound(problems: Problems, nodes: Nodes) -> Nodes:
-    """The nodes with bounds evaluated in float64, never below those they had."""
+    """The nodes with bounds recomputed in float64, at least as high as before."""
     value = trace_back(problems, nodes, torch.float64).value
     return Nodes(nodes.problem, torch.maximum(nodes.bound, value), nodes.state)
 
@@ -254,10 +254,11 @@ def sound(problems: Problems, nodes: Nodes) -> Nodes:
 def improve(
     problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float = math.inf
 ) -> Nodes:
-    """Adam on every node's own bound; keeps the best parameters met and bounds them soundly.
+    """Improve the bound of every node by Adam. Keeps the best parameters and computes a sound bound
+    with them.
 
-    Nodes that ``steps`` steps brought more than half of the way to 0 get as many again:
-    multipliers of a split take long to find their size where it changes much.
+    Nodes whose bound came more than half of the way to 0 in ``steps`` steps get as many again: the
+    multipliers of a split may need many steps to reach their scale.
     """
     found, rising = _climbed(problems, nodes, steps, rate, deadline)
     for _ in range(AGAIN):
@@ -273,9 +274,9 @@ def improve(
 def _climbed(
     problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float
 ) -> tuple[Nodes, Tensor]:
-    """The nodes with better parameters, and which of them are on their way to 0.
+    """The nodes with better parameters, and which of them are making progress towards 0.
 
-    Every :data:`LOOK` steps those whose bound is above 0 are left alone.
+    Every :data:`LOOK` steps, nodes whose bound is above 0 are removed.
     """
     first = trace_back(problems, nodes)
     best, units = first.value.clone(), _units(first)
@@ -326,7 +327,7 @@ def _climbed(
 
 @dataclass
 class _Climber:
-    """Parameters of Adam, both of whose averages forget a tenth a step, one row a node."""
+    """Adam's parameters and averages, one row per node. Both averages have a decay of 0.9."""
 
     value: Tensor
     mean: Tensor
@@ -356,9 +357,7 @@ class _Climber:
 
 
 def _units(traced: Traced) -> State:
-    """What prices of the box and multipliers of splits are measured in, so that steps of one
-    length suit all.
-    """
+    """The scale of box prices and of split multipliers, so that one step length suits all."""
     rows = traced.rows.coeff.abs()
     units = {("box", 0): rows.flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (rows.ndim - 1))}
     for position, line in traced.lines.items():
@@ -369,11 +368,11 @@ def _units(traced: Traced) -> State:
 
 
 def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The unit to split in each node: its operation, its place, whether there is one; and the image
-    at the bound.
+    """The unit to split in each node: its operation, its position and whether there is one; and the
+    image that attains the bound.
 
-    Of the :data:`CANDIDATES` units with the best scores it is the one whose two halves have the
-    best bounds with the multipliers as they are: the product of what both gain, up to 0.
+    Of the :data:`CANDIDATES` units with the best scores, it is the one whose two children have the
+    best bounds with the current multipliers, measured by the product of their gains, up to 0.
     """
     scores, before, z = _scores(problems, nodes)
     if not scores:
@@ -401,13 +400,13 @@ def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Ten
 
 
 def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Tensor]:
-    """For each operation a number ``(N, units)`` that says how much a split may gain, -1 for units
-    that are settled.
+    """For each operation, the estimated gain of splitting each unit, ``(N, units)``; -1 for settled
+    units.
 
-    With the bounds, and the images ``z`` that attain them. There each unit's line is off the true
-    activation by a known amount; times the unit's coefficient this is what the bound lacks there.
-    It is 0 where ``z`` happens to touch a line, so the score is its geometric mean with the static
-    measure ``|coefficient| min(u, -l)``.
+    Also returns the bounds, and the images ``z`` that attain them. At ``z`` the line of each unit
+    differs from the activation by a known amount. This error times the unit's coefficient is what
+    the bound loses there. It is 0 if ``z`` happens to touch the line, so the score is its geometric
+    mean with the static measure ``|coefficient| min(u, -l)``.
     """
     with torch.enable_grad():
         traced = trace_back(problems, nodes, leaves=True)
@@ -445,9 +444,10 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
 def listed(
     anchor: Anchor, centre: Tensor, bounds: Bounds, position: int, source: InputSet
 ) -> tuple[UnitAnchor, Tensor]:
-    """An anchor as a list of the gains of its unstable units: one product charges many rows.
+    """Convert an anchor to a list of the gains of its unstable units, so that one product charges
+    many rows.
 
-    With the units' values at the images; ``inf`` for units that are left out for lack of memory.
+    Also returns the units' values at the images; ``inf`` for units left out for lack of memory.
     """
     if isinstance(anchor, UnitAnchor):
         return anchor, centre
@@ -470,7 +470,7 @@ def listed(
 def open_problems(
     relaxation: Relaxation, x: Tensor, y: Tensor, bounds: Bounds, image: Tensor, other: Tensor
 ) -> Problems:
-    """The problem of each pair of an image and a class ``other`` that may beat its label."""
+    """The problem of each pair of an image and a competing class ``other``."""
     graph, source = relaxation.graph, relaxation.source
     anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
     every = torch.arange(y.shape[0], device=y.device)
@@ -486,9 +486,8 @@ def grouped(size: Tensor, room: float) -> list[Tensor]:
 
 
 def together(problems: Problems, room: int) -> list[Tensor]:
-    """Problems in groups whose gains take about ``room`` bytes: tightening gives every
-    problem gains of its own.
-    """
+    """Group problems whose gains take about ``room`` bytes: tightening gives each problem its own
+    gains."""
     if not problems.anchors:
         return [torch.arange(len(problems), device=problems.y.device)]
     units = [problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]

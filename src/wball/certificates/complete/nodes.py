@@ -25,9 +25,8 @@ MOST = 1024
 
 @dataclass
 class Nodes:
-    """``N`` nodes: the problem of each, a sound lower bound of the margin in it (float64),
-    and its state.
-    """
+    """``N`` nodes: the problem of each, a sound lower bound of its margin (float64), and its
+    state."""
 
     problem: Tensor
     bound: Tensor
@@ -69,8 +68,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Images of the ball whose units have these signs: the margin to class ``other`` was proved
-    positive there.
+    """A part of the ball in which units have the given signs and the margin to class ``other`` was
+    proved positive.
 
     Attributes:
         other: the class.
@@ -98,7 +97,7 @@ class Leaf:
 
     @staticmethod
     def read(plain: list[Any], tensors: dict[str, Tensor]) -> Leaf:
-        """The leaf with these tensors, and the class, splits and prices in a list."""
+        """Build the leaf from these tensors and a list of class, splits and prices."""
         held: dict[str, dict[int, Tensor]] = {"slopes": {}, "shares": {}, "box": {}}
         for name, value in tensors.items():
             kind, _, number = name.partition(".")
@@ -110,14 +109,15 @@ class Leaf:
 
 @dataclass
 class Closed:
-    """The nodes that were closed so far, by problem of the search."""
+    """The nodes closed so far, by problem of the search."""
 
     layers: list[int]  # the graph's relaxed operations
     parts: list[Nodes] = field(default_factory=list)
     count: Counter[int] = field(default_factory=Counter)
 
     def add(self, nodes: Nodes, problem: Tensor) -> None:
-        """Nodes whose bound is above 0; ``problem`` is the number each has in the search."""
+        """Add nodes whose bound is above 0; ``problem`` is the number of each node's problem in the
+        search."""
         if not len(nodes):
             return
         self.count.update(problem.tolist())
@@ -135,7 +135,7 @@ class Closed:
             )
 
     def forget(self, problem: Tensor) -> None:
-        """Drop what was kept of these problems."""
+        """Delete the nodes of these problems."""
         gone = problem.cpu()
         if not any(self.count.pop(k, 0) for k in gone.tolist()):
             return
@@ -145,7 +145,7 @@ class Closed:
         self.parts = [nodes for nodes in kept if len(nodes)]
 
     def leaves(self, problem: int, other: int) -> tuple[Leaf, ...] | None:
-        """The parts of one problem; ``None`` if there were too many to keep."""
+        """The leaves of one problem; ``None`` if there were too many to keep."""
         if self.count[problem] > MOST:
             return None
         found: list[Leaf] = []
@@ -158,7 +158,7 @@ class Closed:
 
 
 def leaf_of(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
-    """One of the nodes as a leaf; ``layers`` are the graph's relaxed operations."""
+    """One node as a leaf; ``layers`` are the graph's relaxed operations."""
     splits: list[tuple[int, int, int]] = []
     prices: list[float] = []
     slopes: dict[int, Tensor] = {}

@@ -75,7 +75,7 @@ POSITIVE = torch.finfo(torch.float64).tiny
 
 @dataclass
 class Answer:
-    """What was decided, per image, with the ``leaves`` of trees that are not too large to keep.
+    """The outcome of each image, with the ``leaves`` of trees that are small enough to keep.
 
     ``seconds`` is the time spent on each; images that are searched together share it equally.
     """
@@ -164,11 +164,11 @@ class Search:
             self._search(half[~self.answer.broken[half] & ~self.answer.proved[half]])
 
     def _left(self, image: Tensor) -> float:
-        """Seconds that these images may still take."""
+        """Seconds left for these images."""
         return float((self.allowed[image] - self.answer.seconds[image]).sum())
 
     def _spent(self, image: Tensor) -> None:
-        """The time since the last call was spent on these images."""
+        """Charge the time since the last call to these images."""
         now = time.monotonic()
         image = image.unique()
         self.answer.seconds[image] += (now - self.since) / max(1, image.shape[0])
@@ -191,7 +191,7 @@ class Search:
         self._spent(left)
 
     def _consider(self, image: Tensor, z: Tensor) -> None:
-        """Keep points that the model gets wrong and that pass the audit."""
+        """Keep points that the model misclassifies and that pass the audit."""
         with torch.no_grad(), evaluating(self.model):
             logits = ask(self.model, z)
         wrong = (
@@ -281,9 +281,8 @@ class Search:
         return self._tree(problems, nodes, units / EARLY)
 
     def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
-        """Groups of problems that fit into memory together over that set, each with its share
-        of the time left.
-        """
+        """Groups of problems that fit into memory together over that set, each with its share of
+        the remaining time."""
         last = self.deadline
         waiting = together(replace(problems, source=source), self.room) if len(problems) else []
         while waiting:
@@ -293,7 +292,7 @@ class Search:
         self.deadline = last
 
     def _settle(self, left: Tensor) -> None:
-        """Put together what is known about the problems of each image."""
+        """Combine the outcomes of the problems of each image."""
         lowest = torch.full_like(self.answer.margin, math.inf).scatter_reduce(
             0, self.image, self.value, "amin"
         )
@@ -301,7 +300,7 @@ class Search:
         self.answer.proved[left] = (lowest > 0)[left]
 
     def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
-        """Write down the bounds of nodes without splits; what is left of both."""
+        """Record the bounds of nodes without splits. Returns the open problems and nodes."""
         self.value[problems.index] = torch.maximum(
             self.value[problems.index], nodes.bound.clamp(max=POSITIVE)
         )
@@ -321,9 +320,8 @@ class Search:
         self.closed.add(done, problems.index[done.problem])
 
     def _tighten(self, problems: Problems, roots: Nodes, nodes: Nodes) -> None:
-        """Tighten bounds where the margin is not positive, as long as that helps, and split
-        the open ``nodes`` on.
-        """
+        """Tighten bounds where the margin is not positive, as long as that helps, and continue to
+        split the open ``nodes``."""
         live = nodes.problem.unique()
         if not live.numel():
             return
@@ -339,7 +337,7 @@ class Search:
             self._tree(few, self._again(few, _moved(nodes, problems, few)))
 
     def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
-        """The problems over a set that tells more moves apart, with anchors of its own."""
+        """The problems over a set that lists more moves one by one, with new anchors."""
         everyone = torch.arange(len(problems), device=problems.y.device)
         relaxation, bounds = self._relaxation(source, problems.x), problems.bounds.take(everyone)
         for position in self.graph.relaxed():
@@ -351,6 +349,8 @@ class Search:
         return problems, nodes
 
     def _rounds(self, problems: Problems, nodes: Nodes, progress: float) -> tuple[Problems, Nodes]:
+        """Tighten bounds and improve multipliers in turns, until a round gains less than
+        ``progress``."""
         for _ in range(MOST_ROUNDS):
             if not len(nodes) or self._late():
                 break
@@ -366,7 +366,7 @@ class Search:
         return problems, nodes
 
     def _tightened(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Tensor]:
-        """The problems with tighter bounds, and which of them turn out to have no image left.
+        """The problems with tighter bounds, and which of them have no image left.
 
         Bounds of one layer improve the row of the margin, which is the condition of the next.
         """
@@ -398,8 +398,8 @@ class Search:
     # ---- the tree
 
     def _tree(self, problems: Problems, nodes: Nodes, splits: float = math.inf) -> Nodes:
-        """Split until nothing is open, time is up or ``splits`` splits are done; the nodes that
-        are open then.
+        """Split until no node is open, the time limit is reached or ``splits`` splits are done.
+        Returns the open nodes.
 
         The bound of a problem is that of its worst open node. Nodes without a unit to split wait if
         splits are limited.
@@ -445,9 +445,8 @@ class Search:
         return nodes
 
     def _again(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Open nodes of problems that have tighter bounds since: those that are open still,
-        with new multipliers.
-        """
+        """Bound open nodes again, with new multipliers, after their problems got tighter bounds.
+        Returns those still open."""
         found = nodes.take(torch.zeros_like(nodes.problem[:0]))
         every, batch = (
             torch.arange(len(nodes), device=nodes.problem.device),
@@ -463,7 +462,7 @@ class Search:
         return found
 
     def _exhaust(self, problems: Problems, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
-        """Nodes without a unit to split are linear: better multipliers are all that is left."""
+        """Improve the multipliers of nodes without a unit to split: such nodes are linear."""
         if len(nodes):
             nodes = improve(problems, nodes, LAST_STEPS, 0.3)
             self._close(problems, nodes)
@@ -472,9 +471,8 @@ class Search:
             floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
 
     def _candidates(self, problems: Problems, problem: Tensor, z: Tensor) -> None:
-        """Try the image at the bound, brought into the ball, where the network gets it wrong:
-        one for each problem.
-        """
+        """Test the image that attains the bound, projected into the ball, where the network
+        misclassifies it: one per problem."""
         logits = self.graph.logits(z.to(torch.float64))
         own = logits.gather(1, problems.y[problem][:, None])[:, 0]
         margin = own - logits.gather(1, problems.other[problem][:, None])[:, 0]
@@ -503,7 +501,7 @@ def _numbered(roots: Nodes) -> Nodes:
 
 
 def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
-    """Nodes of the problems ``before`` as nodes of ``after``, which are some of them."""
+    """Renumber nodes of the problems ``before`` as nodes of the subset ``after``."""
     place = torch.full_like(before.index, -1)
     place[(before.index[:, None] == after.index).any(1)] = torch.arange(
         len(after), device=place.device
@@ -513,13 +511,13 @@ def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
 
 
 def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The nodes to visit next, and the others; ``image`` is the image of each problem, numbered
-    from 0.
+    """The nodes to visit next, and the rest; ``image`` is the image of each problem, numbered from
+    0.
 
-    Half are of every problem in turn, half of the images that lack least, one after the other: most
-    trees that time
-    leaves open are far from closed, and would take most of it. Worst nodes first, or the best if
-    memory is full.
+    Half of them are taken from every problem in turn, and half from the images closest to
+    certification, one after the other: most trees that stay open at the time limit are far from
+    closed and would take most of the time. The worst nodes come first, or the best if memory is
+    full.
     """
     key = nodes.bound if len(nodes) < capacity else -nodes.bound
     order = key.argsort(stable=True)

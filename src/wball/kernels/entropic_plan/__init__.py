@@ -71,7 +71,7 @@ DOUBT = 6
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The feasible plan that ``b`` proposes at a cost of about ``kappa * budget``.
+    """A request for the feasible plan of potentials ``b`` at a cost of about ``kappa * budget``.
 
     Attributes:
         x: images in the box, float32 or float64, ``(B, C, H, W)``.
@@ -116,7 +116,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class EntropicPlan:
-    """A plan of the family above that keeps the box, the images that describe it, and its point.
+    """A plan of the family above that satisfies the box, the images that describe it, and its
+    point.
 
     Attributes:
         z: the point, in the ball, ``(B, C, H, W)``.
@@ -149,12 +150,12 @@ class EntropicPlan:
 
 
 def narrowed(b: Tensor) -> Tensor:
-    """Potentials, raised where they are more than ``SPREAD`` below the largest of their image."""
+    """Raise potentials that are more than ``SPREAD`` below the largest one of their image."""
     return torch.maximum(b, per_image(b.flatten(1).amax(1) - SPREAD, b))
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
-    """The plan, by whichever kernel serves such images."""
+    """Compute the plan with the kernel chosen for such images."""
     name = dispatch.choose("entropic_plan", request.x, request.moves)
     plan: EntropicPlan = dispatch.load("entropic_plan", name).entropic_plan(request)
     return replace(plan, kernel=name)

@@ -55,7 +55,7 @@ _SMALLEST = 1e-200  # a factor of E that may still be multiplied by another
 
 
 class _PlanSettings(NamedTuple):
-    """Settings of all images; see :mod:`wball.kernels.entropic_plan`."""
+    """Settings shared by all images; see :mod:`wball.kernels.entropic_plan`."""
 
     box: Box
     sweeps: int
@@ -104,7 +104,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 
 @compiled(inner=True, fastmath=SUMS)
 def _rings(work, flat, ring, ones):  # type: ignore[no-untyped-def]
-    """Per distinct cost, the sum of ``E`` over the moves of that cost."""
+    """For each distinct cost, the sum of ``E`` over the moves of that cost."""
     for d in range(ring.size - 1):
         correlate(
             work[_RINGS + d], work[_E], flat.pad, flat.n, flat.shift, ones, ring[d], ring[d + 1]
@@ -139,7 +139,7 @@ def _shift_potentials(work, pad, n, lo, hi, momentum):  # type: ignore[no-untype
 
 @compiled(inner=True, fastmath=SUMS)
 def _costs(work, flat, fee_back, psi):  # type: ignore[no-untyped-def]
-    """Cost of the plan, and of what is left of it when opposite flows cancel."""
+    """The cost of the plan, and its cost after opposite flows cancel."""
     pad, n, fee = flat.pad, flat.n, flat.fee
     length = n + 2 * pad
     start, end = work[_FIRST, :length], work[_SECOND, :length]
@@ -170,8 +170,8 @@ def _costs(work, flat, fee_back, psi):  # type: ignore[no-untyped-def]
 
 @compiled()
 def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyped-def]
-    """Results are images (point, box potentials, factors), prices (at first those to start from),
-    costs and net costs."""
+    """Compute the plans of all images: images (point, box potentials, factors), prices (initially
+    the starting prices), costs and net costs."""
     x, b, q, budget = given
     out, prices, costs, net_costs = answer
     rows, columns, fee, ring, sweeps = (

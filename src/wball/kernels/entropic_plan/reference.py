@@ -43,8 +43,8 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 
 
 def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
-    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q``
-    turned back."""
+    """Extrapolate beyond ``new`` along the last two steps, unless the step from ``q`` reversed its
+    direction."""
     if momentum == 0.0:
         return new
     ahead = new + momentum * (new - before)

@@ -63,7 +63,7 @@ def linear_maximum(
 
 
 class _Given(NamedTuple):
-    """Rows, images and budgets."""
+    """The rows, images and budgets."""
 
     a: Any
     x: Any
@@ -71,7 +71,7 @@ class _Given(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """The moves, the ring of each, and what each ring costs."""
+    """The moves, the ring of each, and the cost of each ring."""
 
     shifts: Any
     ring: Any
@@ -98,14 +98,14 @@ class Options(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """Mass outside the patch of a row, which comes by the last options only."""
+    """Mass outside the patch of a row, which can arrive by the last options only."""
 
     far: Any  # (C,): the most that it can be worth
     mass: Any  # (C, T)
 
 
 class Aim(NamedTuple):
-    """The budget, the cheapest move, and when the search ends."""
+    """The budget, the smallest cost of a move, and the stopping criterion of the search."""
 
     budget: float
     step: float
@@ -114,8 +114,8 @@ class Aim(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The least bound that was found, its price and cost, and the bracket of the price with the
-    cost at both ends."""
+    """The smallest bound found, its price and cost, and the bracket of the price with the cost at
+    both ends."""
 
     value: float
     psi: float
@@ -129,7 +129,7 @@ class _Found(NamedTuple):
 
 @compiled(inner=True, fastmath=FAST)
 def _evaluate(options, count, psi):  # type: ignore[no-untyped-def]
-    """``sum_i x_i max_j (a_j - psi C_ij)`` over the sources left, and what the plan costs."""
+    """``sum_i x_i max_j (a_j - psi C_ij)`` over the remaining sources, and the cost of the plan."""
     worth, stay, mass, fee, best, paid = options
     value, cost = 0.0, 0.0
     for start in range(0, count, BLOCK):
@@ -152,8 +152,8 @@ def _evaluate(options, count, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=FAST)
 def _leave(options, count, psi):  # type: ignore[no-untyped-def]
-    """Drop the sources that stay at ``psi``. Returns the number left, and what the others are
-    worth."""
+    """Drop the sources whose mass stays at price ``psi``. Returns the number left, and the value of
+    the dropped ones."""
     worth, stay, mass, fee, _, _ = options
     kept, rest = 0, 0.0
     for s in range(count):
@@ -172,7 +172,7 @@ def _leave(options, count, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=FAST)
 def _from_beyond(beyond, fee, psi):  # type: ignore[no-untyped-def]
-    """What mass outside the patch is worth and pays."""
+    """Value and cost of the mass outside the patch."""
     value, cost = 0.0, 0.0
     first = fee.shape[0] - beyond.mass.shape[1]
     for c in range(beyond.mass.shape[0]):
@@ -186,7 +186,7 @@ def _from_beyond(beyond, fee, psi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _crossing(low, value_low, slope_low, high, value_high, slope_high):  # type: ignore[no-untyped-def]
-    """Where the two lines meet that bound a convex function from below at the ends of the
+    """The point where two lines cross that bound a convex function from below at the ends of the
     bracket."""
     drop = slope_high - slope_low
     meet = (
@@ -199,10 +199,11 @@ def _crossing(low, value_low, slope_low, high, value_high, slope_high):  # type:
 
 @compiled(inner=True, fastmath=FAST)
 def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
-    """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and its bracket."""
+    """Minimise ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` over the price. Returns the smallest
+    value found and its bracket."""
     worth, stay, mass, fee, _, _ = options
     budget, high, still = aim.budget, 0.0, 0.0
-    for k in range(fee.shape[0]):  # a free move is as good as staying, at any price
+    for k in range(fee.shape[0]):  # a free move equals staying at any price
         if fee[k] == 0.0:
             for s in range(count):
                 stay[s] = max(stay[s], worth[k, s])
@@ -272,7 +273,7 @@ def _add_best_moves(given, n, moves, psi, part, z):  # type: ignore[no-untyped-d
 
 @compiled()
 def _maxima(given, moves, rounds, start, stop, answer):  # type: ignore[no-untyped-def]
-    """Whole images: bounds, and the points that reach them if there is memory for them."""
+    """Bounds for whole images, and the points that attain them if memory for them is given."""
     shifts, ring, fee = moves
     channels, height, width = given.a.shape[1:]
     most = channels * height * width
@@ -281,7 +282,7 @@ def _maxima(given, moves, rounds, start, stop, answer):  # type: ignore[no-untyp
     beyond = Beyond(np.empty(channels), np.empty((channels, 0)))
     for n in range(start, stop):
         a, x, budget = given.a[n], given.x[n], given.budget[n]
-        count = np.int64(0)  # a literal would be compiled for itself first
+        count = np.int64(0)  # a literal would trigger another compilation
         for c in range(channels):
             for r in range(height):
                 for k in range(width):

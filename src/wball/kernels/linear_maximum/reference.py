@@ -29,7 +29,7 @@ def linear_maximum(
 def maximising_plan(
     a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, max_iter: int = 60
 ) -> tuple[Plan, LinearMaximum]:
-    """The maximum and a plan that reaches it."""
+    """The maximum, and a plan that attains it."""
     search = _PriceSearch(a, x, budget, moves)
     found, low, high = search.run(max_iter)
     dear, cheap = (best_plan(a, x, search.moves, end.psi) for end in (low, high))
@@ -37,7 +37,7 @@ def maximising_plan(
 
 
 def best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:
-    """All mass by the cheapest of the best moves at the price ``psi``."""
+    """The plan that moves all mass by the cheapest of the best moves at price ``psi``."""
     gained = torch.where(moves.allowed, moves.gather(a), -math.inf)
     score = gained - per_image(psi, gained) * moves.cost
     fees = torch.where(score >= score.amax(2, keepdim=True), moves.cost, math.inf)
@@ -46,7 +46,7 @@ def best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:
 
 
 def mixed_plan(dear: Plan, cheap: Plan, budget: Tensor) -> Plan:
-    """The mixture of two plans that costs the budget, or the nearest to it."""
+    """The mixture of two plans whose cost is the budget, or as close to it as possible."""
     cost = cheap.cost()
     spread = dear.cost() - cost
     part = torch.where(spread > 0, (budget - cost) / spread.clamp(min=1e-300), 0.0).clamp(0, 1)
@@ -56,7 +56,7 @@ def mixed_plan(dear: Plan, cheap: Plan, budget: Tensor) -> Plan:
 
 @dataclass(frozen=True)
 class _End:
-    """A price, the function there, and what the cheapest best moves cost."""
+    """A price, the value of the function there, and the cost of the cheapest best moves."""
 
     psi: Tensor
     value: Tensor
@@ -71,6 +71,8 @@ class _End:
 
 
 class _PriceSearch:
+    """Searches the price of the budget that minimises the dual function of each row."""
+
     def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves) -> None:
         self.a, self.x, self.moves = a, x, moves.like(a)
         self.budget = budget.to(torch.float64).clamp(min=0.0)

@@ -149,18 +149,18 @@ class Projection:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The box of columns, which are not negative."""
+        """The range of the columns, which are never negative."""
         return self.box if self.box is not None else (0.0, math.inf)
 
     @property
     def unit(self) -> float:
-        """What rounding of a full pixel is relative to."""
+        """The scale of rounding errors: that of a full pixel."""
         return max(1.0, self.box[1]) if self.box is not None else 1.0
 
 
 @dataclass(frozen=True)
 class ProjectedSinkhorn:
-    """A feasible point near the entropic projection, and how near.
+    """A feasible point near the entropic projection, with its gap.
 
     Attributes:
         z: columns of a plan that keeps box and budget, in the box, ``(B, C, H, W)``.
@@ -202,7 +202,7 @@ def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
-    """The entropic projections, by the kernel that serves such images."""
+    """Compute entropic projections with the kernel chosen for such images."""
     name = dispatch.choose("projected_sinkhorn", problem.x, problem.moves)
     solve = dispatch.load("projected_sinkhorn", name).projected_sinkhorn
     answer: ProjectedSinkhorn = solve(problem)

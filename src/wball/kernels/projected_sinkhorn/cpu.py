@@ -72,12 +72,12 @@ from wball.kernels.projected_sinkhorn.sweeps import (
     Z,
 )
 
-# The numbers of an image's answer.
+# Indices of the scalar results of an image.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
 
 
 class _Settings(NamedTuple):
-    """Settings of the whole batch."""
+    """Settings shared by all images."""
 
     box: Box
     tol: float
@@ -130,7 +130,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 
 @compiled(inner=True, fastmath=SUMS)
 def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
-    """The factors of the repaired plan; ``SENT`` and ``RECEIVED`` are what is then exchanged."""
+    """Compute the factors of the repaired plan; ``SENT`` and ``RECEIVED`` hold the mass it
+    exchanges."""
     pad, n = flat.pad, flat.n
     repair(f, flat, weight, settings.box)
     keep, give = work[KEEP, pad : pad + n], work[GIVE, pad : pad + n]
@@ -143,7 +144,7 @@ def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _spent(work, flat, toll):  # type: ignore[no-untyped-def]
-    """``<P, C>``; ``toll`` is weight times cost of each move."""
+    """The cost ``<P, C>`` of the plan; ``toll`` is weight times cost of each move."""
     pad, n = flat.pad, flat.n
     a, e, tmp = work[A, pad : pad + n], work[E, pad : pad + n], work[TMP, pad : pad + n]
     keep, give, paid = (
@@ -182,7 +183,7 @@ def _divergence(work, pad, n, scale):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _arrive(work, pad, n, scale, lo, hi):  # type: ignore[no-untyped-def]
-    """The point, in ``TMP``."""
+    """Compute the point of the plan, in ``TMP``."""
     x, z = work[X, pad : pad + n], work[TMP, pad : pad + n]
     sent, received = work[SENT, pad : pad + n], work[RECEIVED, pad : pad + n]
     for i in range(n):
@@ -243,7 +244,7 @@ def _lay_out(work, image, tau, moves, ones, shift, back):  # type: ignore[no-unt
 
 @compiled(inner=True)
 def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyped-def]
-    """Point and potential into the flat image. Returns the residual."""
+    """Write point and potential to the flat image. Returns the residual."""
     residual = 0.0
     for i in range(spots.size):
         point[spots[i]], potential[spots[i]] = work[Z, i], tau * work[BETA, i]
@@ -254,7 +255,7 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 
 @compiled()
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
-    """Results are point and potential, numbers, sweeps, and the factors of the plans."""
+    """Project all images: points and potentials, numbers, sweeps, and the factors of the plans."""
     x, w, u, budget, tau, psi = given
     fee, ring_cost, ring = moves.fee, moves.ring_cost, moves.ring
     out, numbers, n_iter, factors = answer
@@ -296,7 +297,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         flat = Flat(pad, n, shift, back, fee, ring[1])
         for i in spots:
             near += 0.5 * (flat_w[i] - flat_x[i]) ** 2
-        beyond = max(at_centre - near, 0.0)  # no mass gets there
+        beyond = max(at_centre - near, 0.0)  # no mass reaches these columns
         lines = PlanLines(
             work[MASS, : lit.size], work, RINGS, 0,
             work[NORM, : lit.size], work[SCRATCH, : lit.size], work[SPARE, : lit.size],
@@ -359,7 +360,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     break
                 sweeps.arrive(work, reached)
                 target = max(0.5 * target, LEAST * tol)
-            # Where to sweep from next.
+            # Starting point of the next sweep.
             misled = about > DOUBT * max(lowest, target * size)
             if misled:
                 bold *= LESS

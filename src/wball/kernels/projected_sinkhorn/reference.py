@@ -37,7 +37,7 @@ def log_omega(y: Tensor) -> Tensor:
 
 
 class _Images(SimpleNamespace):
-    """The images that are not done; the first dimension of each tensor is the image.
+    """The unfinished images; the first dimension of each tensor is the image.
 
     ``beta`` and ``price`` are in units of ``tau``. Gaps are relative to ``size``, and an image
     offers its plan at a gap of ``target``. ``changes`` and ``steps`` are the memory of the sweeps,
@@ -58,6 +58,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 
 
 class _Sweeps:
+    """Runs the sweeps of a batch and collects the results."""
+
     def __init__(self, problem: Projection) -> None:
         self.tol, self.max_iter = problem.tol, max(problem.max_iter, 1)
         self.lo, self.hi = problem.ends
@@ -72,7 +74,7 @@ class _Sweeps:
         out = torch.float64 if exact else problem.x.dtype
         z, potential, price = (part.to(out, copy=True) for part in (x, u, psi))
         cost, gap, residual, n_iter = centre.new_zeros((4, len(x)))
-        # The answer for balls of one point; the others are overwritten.
+        # The result for balls that contain only their centre; other images overwrite it.
         self.answer = ProjectedSinkhorn(
             z, cost, potential, price, centre + self.at_rest, gap, self.tol * centre,
             residual.to(out), n_iter.long(),
@@ -89,8 +91,8 @@ class _Sweeps:
         ).take((~single).nonzero()[:, 0])  # fmt: skip
 
     def sweep(self, step: int) -> None:
-        """One sweep of all images, and the potentials that the next starts from. Images that are
-        done leave."""
+        """Run one sweep of all images and compute the potentials that the next one starts from.
+        Finished images are removed."""
         s, tau = self.images, per_image(self.images.tau, self.images.x)
         # Rows and price.
         least = per_image(s.beta.flatten(1).amax(1) - SPREAD, s.x)
@@ -113,7 +115,7 @@ class _Sweeps:
         level = log_omega(s.w / tau + log_s - torch.log(tau)) + torch.log(tau)
         bound = level.clamp(min=math.log(self.lo) if self.lo > 0 else -math.inf)
         bound = bound.minimum(per_image(torch.log(self.hi - margin), s.x))
-        # The gap to expect after a repair, which sends mass outside the box back, unspent.
+        # The expected gap after a repair, which returns mass outside the box at no cost.
         kept, cost = columns.clamp(self.lo, self.hi), image_sums(rows.spent(torch.ones_like(s.x)))
         outside = settings.EXCESS * image_sums((columns - kept).abs())
         about = self._misfit(s, kept) - margin * pressed
@@ -122,7 +124,7 @@ class _Sweeps:
         s.size = self._size(s, columns, s.tau * (logs - s.price * cost))
         ready = (about <= s.target * s.size) | last
         left = self._offer(ready.nonzero()[:, 0], last, step) if bool(ready.any()) else None
-        # Where to sweep from next: a scaled step, then a conjugate one.
+        # Starting point of the next sweep: a scaled step, then a conjugate one.
         misled = about > settings.DOUBT * torch.maximum(s.lowest, s.target * s.size)
         s.lowest = torch.where(misled, about, torch.minimum(s.lowest, about))
         s.bold = torch.where(misled, settings.LESS * s.bold, s.bold)
@@ -150,8 +152,8 @@ class _Sweeps:
         return torch.maximum(distance, share) + self.tol * s.centre
 
     def _offer(self, index: Tensor, last: Tensor, step: int) -> Tensor:
-        """Repair and judge the plans of some images; returns the positions of all that are not
-        done."""
+        """Repair and evaluate the plans of some images. Returns the positions of all unfinished
+        images."""
         everyone, s = self.images, self.images.take(index)
         rows = PlanRows(s.x, s.beta, self.moves).at(s.price)
         keep, give, sent, received = into_box(rows, self.lo, self.hi, self.slack)
@@ -188,8 +190,8 @@ class _Sweeps:
 
 
 def _conjugate(s: _Images, change: Tensor, resists: Tensor, begins: Tensor, slot: int) -> None:
-    """Conjugate steps (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from the change
-    of a sweep and the sweeps before it; some images forget those."""
+    """A conjugate step (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from the change
+    of this sweep and of earlier ones, which are dropped for images that begin anew."""
     new = s.beta + change
     latest, step = (change - s.change).flatten(1), (new - s.last).flatten(1)
     s.change, s.last = change, new

@@ -40,7 +40,7 @@ PAST_ROWS = STEPS + MEMORY
 
 @compiled(inner=True, fastmath=SUMS)
 def exponentials(work, middle, reached):  # type: ignore[no-untyped-def]
-    """``E``, there and in ``FACTOR``."""
+    """Compute ``E``, also into ``FACTOR``."""
     e, beta = work[FACTOR, : reached.size], work[BETA, : reached.size]
     for i in range(reached.size):
         e[i] = exp(beta[i] - middle)
@@ -68,7 +68,7 @@ def narrow(work, count):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def rings(work, pad, n, shift, ones, ring, lit):  # type: ignore[no-untyped-def]
-    """Per distinct cost, the sum of ``E`` over the moves of that cost."""
+    """For each distinct cost, the sum of ``E`` over the moves of that cost."""
     for d in range(ring.size - 1):
         if d > 0:
             correlate(work[TMP], work[E], pad, n, shift, ones, ring[d], ring[d + 1])
@@ -79,7 +79,7 @@ def rings(work, pad, n, shift, ones, ring, lit):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def normalise(work, lit):  # type: ignore[no-untyped-def]
-    """``A`` from the rows' normalisers."""
+    """Compute ``A`` from the normalisers of the rows."""
     x, norm, share = work[MASS, : lit.size], work[NORM, : lit.size], work[SCRATCH, : lit.size]
     for i in range(lit.size):
         share[i] = x[i] / norm[i]
@@ -105,15 +105,15 @@ def gather(out, values, places):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def arrive(work, reached):  # type: ignore[no-untyped-def]
-    """The columns of the plan in ``Z``."""
+    """Compute the columns of the plan into ``Z``."""
     for i in range(reached.size):
         work[Z, i] = work[FACTOR, i] * work[ARRIVING, reached[i]]
 
 
 @compiled(inner=True, fastmath=SUMS)
 def _first_logs(work, count, log_tau):  # type: ignore[no-untyped-def]
-    """A start for ``v`` from either asymptote of its equation: ``y - e^y`` where ``y`` is small,
-    else ``log(y)``."""
+    """Initial ``v`` from an asymptote of its equation: ``y - e^y`` where ``y`` is small, else
+    ``log(y)``."""
     v, goal, z, beta = work[V, :count], work[GOAL, :count], work[Z, :count], work[BETA, :count]
     for i in range(count):
         y = goal[i] + log(max(z[i], TINY)) - beta[i] - log_tau
@@ -122,8 +122,8 @@ def _first_logs(work, count, log_tau):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _column_step(work, count, log_tau, least, most):  # type: ignore[no-untyped-def]
-    """One of Halley's steps on ``v``, and ``beta`` there in ``NEW``. Returns the sum of the steps'
-    fourth powers."""
+    """One Halley step on ``v``, with the resulting ``beta`` in ``NEW``. Returns the sum of the
+    steps' fourth powers."""
     v, new, goal = work[V, :count], work[NEW, :count], work[GOAL, :count]
     z, beta = work[Z, :count], work[BETA, :count]
     total = 0.0
@@ -141,7 +141,7 @@ def _column_step(work, count, log_tau, least, most):  # type: ignore[no-untyped-
 
 @compiled(inner=True)
 def solve_columns(work, count, log_tau, least, most, fresh):  # type: ignore[no-untyped-def]
-    """The block of the columns: ``NEW`` from the columns in ``Z``."""
+    """Solve the column block: ``NEW`` from the columns in ``Z``."""
     for attempt in range(8):
         if attempt == 0 and fresh:
             _first_logs(work, count, log_tau)
@@ -164,8 +164,8 @@ def pressure(work, count, tau, hi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def judge(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
-    """Sums over the image at the columns in ``Z``: misfit, mass outside the box, distance, ``<beta,
-    z>``."""
+    """Compute sums over the image at the columns in ``Z``: misfit, mass outside the box, distance,
+    ``<beta, z>``."""
     z, goal, beta = work[Z, :count], work[GOAL, :count], work[BETA, :count]
     misfit, outside, distance, inner = 0.0, 0.0, 0.0, 0.0
     for i in range(count):
@@ -217,8 +217,8 @@ def _subtract(a, share, b):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def advance(work, past, count, held, sizes):  # type: ignore[no-untyped-def]
-    """Conjugate steps (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from ``NEW`` and
-    the ``held`` sweeps before it (-1 forgets them). Returns the number of sweeps held
+    """A conjugate step (:mod:`wball.kernels.projected_sinkhorn`): the next ``beta`` from ``NEW``
+    and the ``held`` sweeps before it (-1 drops them). Returns the number of sweeps held
     afterwards."""
     new, last, beta = work[NEW, :count], work[LAST, :count], work[BETA, :count]
     change, metric, resists = past[CHANGE, :count], past[METRIC, :count], work[OWN, :count]

@@ -43,7 +43,7 @@ from wball.kernels.column_problem import Best, Problem
 
 
 class Method(NamedTuple):
-    """Settings that depend on the columns and on the entropy.
+    """Settings that depend on the kind of columns and on the entropy.
 
     Attributes:
         first: the first ``sigma`` times the range of ``u``, about the largest change of a share.
@@ -115,8 +115,8 @@ The repair costs more than a step and never narrows the gap."""
 def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> tuple[Tensor, str]:
-    """Improve ``best`` where an image is not solved. Images that one kernel leaves unsolved
-    continue with the next.
+    """Improve ``best`` for the unsolved images. Images that one kernel does not solve are passed on
+    to the next.
 
     Args:
         problem: what to minimise.
@@ -149,8 +149,8 @@ def proximal_newton(
 
 
 def _kernels(problem: Problem) -> list[str]:
-    """The kernels that try, one after the other. Triton cannot check its progress, and solves exact
-    problems only."""
+    """The kernels to try, in order. Triton cannot check its progress, and solves exact problems
+    only."""
     kernel = dispatch.choose("proximal_newton", problem.x, problem.moves)
     if kernel not in dispatch.NEVER_READS:
         return [kernel]

@@ -39,12 +39,10 @@ from wball.plan import REPAIR_SWEEPS
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the
-    host."""
+    """The reason why this kernel does not support such images, or ``None``. Images on a GPU are
+    solved on the host."""
     return (
-        None
-        if isinstance(moves, StencilMoves)
-        else "matrix costs are served by the torch kernel only"
+        None if isinstance(moves, StencilMoves) else "only the torch kernel supports matrix costs"
     )
 
 
@@ -61,7 +59,7 @@ hundredth of float64's rounding."""
 
 
 class _Shares(NamedTuple):
-    """The moves in use, row after row: how many, which, and the share of each."""
+    """The moves in use, by row: their number, their indices, and the share of each."""
 
     count: Any  # (R,)
     move: Any  # (R, K)
@@ -157,7 +155,7 @@ def _linear_column(g, u, come, lo, hi):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath={"contract", "nsz", "nnan", "reassoc"})
 def _scores(gain, ends, a, toll, row):  # type: ignore[no-untyped-def]
-    """What each move of row ``a`` gains, and the largest of these numbers."""
+    """The gain of each move of row ``a``, and the largest gain."""
     top = -math.inf
     for k in range(toll.size):
         row[k] = gain[ends[a, k]] - toll[k]
@@ -199,8 +197,8 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def _entropic_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares, and the columns of their plan with a minus. Returns their cost and the rows'
-    part of the dual."""
+    """Fill the shares, and subtract the columns of their plan from the gradient. Returns their cost
+    and the rows' part of the dual."""
     n_rows, n_moves = p.end.shape
     cost, rows, row = 0.0, 0.0, np.empty(n_moves)
     for a in range(n_rows):
@@ -347,7 +345,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
     first[0] = 0
     for a in range(n_rows):
         ways, total, square = counts[a], 0.0, 0.0
-        if ways > 1:  # rows with one move have no choice
+        if ways > 1:  # rows with a single move are fixed
             # Shares of a row change by weights times scores, less their mean: equal weights, or
             # with entropy the shares.
             stiff = step.sigma * p.mass[a] * (1.0 if p.tau > 0.0 else ways)
@@ -364,7 +362,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
             count += ways
             used += 1
             first[used] = count
-    largest = 1e-200  # its inverse must be finite where no move is in use
+    largest = 1e-200  # its inverse must be finite even if no move is in use
     for i in range(n):
         # Linear columns have no curvature.
         column[i] = 0.0 if linear else _column(target[moving[i]], u[moving[i]], p.lo, p.hi)[1]
@@ -475,11 +473,11 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
         ascends = False
         for _ in range(settings.HALVINGS):
             new_psi = psi + length * d_psi
-            new_psi = new_psi if new_psi > 1e-14 * psi else 0.0  # at 0, and not next to it
+            new_psi = new_psi if new_psi > 1e-14 * psi else 0.0  # exactly 0, despite rounding
             promised = slope * (new_psi - psi)
             for j in range(n):
                 new_u[j] = u[j] + length * d[j]
-                if linear:  # on its side of the kink
+                if linear:  # on the same side of the kink
                     drained = u[j] > target[j] or u[j] == target[j] and gradient[j] > 0.0
                     new_u[j] = max(new_u[j], target[j]) if drained else min(new_u[j], target[j])
                 promised += gradient[j] * (new_u[j] - u[j])
@@ -489,7 +487,7 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
             if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + p.noise):
                 ascends = True
                 break
-            # Where the slope along the direction vanishes, were it linear between here and there.
+            # The point at which a linear slope along the direction would vanish.
             rise, bend = promised / length, new_slope * d_psi
             for j in range(n):
                 bend += new_gradient[j] * d[j]
@@ -540,7 +538,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             idle = 0 if rest < 0.999 * narrow else idle + 1
             narrow = min(rest, narrow)
             last = last or idle > settings.PATIENCE
-            # Where only rounding errors are left:
+            # Only rounding errors remain:
             if p.linear and solved:
                 off = _norm(gradient) * _range(u)
                 last = last or rest + off <= 3e-13 * (abs(value) + p.noise)

@@ -45,10 +45,10 @@ def proximal_newton(
             idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
             narrow[active] = torch.minimum(rest, narrow[active])
             done |= idle[active] > settings.PATIENCE
-            if problem.columns.linear:  # only rounding is left
+            if problem.columns.linear:  # only rounding errors remain
                 off = end.gradient.flatten(1).norm(dim=1) * _range(end.u)
                 done |= solved & (rest + off <= 3e-13 * (end.dual.abs() + _noise(here)))
-            # The best plan may still be the centre: what this one reaches sets the allowed gap.
+            # The best plan may still be the centre: use this plan's objective for the allowed gap.
             limits, reached = here.tolerance, bounds[0] + rest
             near = limits.tol * (reached + limits.offset).abs() + limits.floor
             shown = done | (idle[active] == 1) | (rest <= settings.PROMISING * near)
@@ -98,7 +98,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Point:
-    """A dual point of a step and what follows from it."""
+    """A dual point of a step, with the quantities computed from it."""
 
     u: Tensor
     psi: Tensor
@@ -117,8 +117,7 @@ class _Point:
 
 
 def _noise(problem: Problem) -> Tensor:
-    """Size of the terms of a dual whose sums cancel, to which its rounding error is
-    proportional."""
+    """The size of the terms whose sum is the dual, to which its rounding error is proportional."""
     size = dot(problem.columns.target.abs(), problem.x)
     cancels = problem.columns.linear or not problem.exact
     return size if cancels else torch.zeros_like(size)
@@ -131,8 +130,8 @@ def _range(values: Tensor) -> Tensor:
 
 
 def _project_rows(score: Tensor) -> Tensor:
-    """Rows projected onto the simplex: Newton's method for the threshold, from the left, where it
-    is monotone."""
+    """Project rows onto the simplex: Newton's method for the threshold, from the left, where it is
+    monotone."""
     level = score.amax(2, keepdim=True) - 1
     used = torch.zeros_like(level)
     for _ in range(score.shape[2]):
@@ -148,6 +147,7 @@ def _project_rows(score: Tensor) -> Tensor:
 
 
 def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
+    """The dual point at potential ``u`` and price ``psi``."""
     x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
     gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
     if problem.exact:
@@ -207,7 +207,7 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
         solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
         if problem.exact and problem.columns.linear:
             solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
-            solved &= taken > 0  # or plans drift along prices that are never corrected
+            solved &= taken > 0  # otherwise plans drift along prices that are never corrected
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
@@ -250,7 +250,7 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
     q, q_psi = r / diagonal, r_psi / diagonal_psi
     size = dot(r, q) + r_psi * q_psi
     goal = method.cg_tol**2 * size
-    patience = 8 if size.is_cuda else 1  # a read from a GPU takes longer than a few steps
+    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps
     for k in range(1, settings.CG_MAX + 1):
         h, h_psi = apply(q, q_psi)
         curve = dot(q, h) + q_psi * h_psi
@@ -270,21 +270,21 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
 def _ascend(
     problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
 ) -> tuple[_Point, Tensor]:
-    """A backtracking step; also returns which images moved at all."""
+    """Take a backtracking step. Also returns which images moved."""
     # Stop where psi reaches 0: beyond it another set of variables is free.
     stops = (d_psi < 0) & (at.psi > 0)
     length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
     rounding = 1e-14 * (at.dual.abs() + _noise(problem))
     for _ in range(settings.HALVINGS):
         psi = at.psi + length * d_psi
-        psi = torch.where(psi > 1e-14 * at.psi, psi, 0.0)  # at 0, and not next to it
+        psi = torch.where(psi > 1e-14 * at.psi, psi, 0.0)  # exactly 0, despite rounding
         u = problem.columns.retract(at.u, at.come, at.u + per_image(length, d) * d)
         new = _evaluate(problem, step, u, psi)
         promised = dot(at.gradient, u - at.u) + at.slope * (psi - at.psi)
         ascends = new.dual >= at.dual + 1e-4 * promised - rounding
         if bool(ascends.all()):
             break
-        # Where a linear slope along the direction would vanish.
+        # The point at which a linear slope along the direction would vanish.
         rise, bend = promised / length, dot(new.gradient, d) + new.slope * d_psi
         fall = torch.where(bend < 0, rise / (rise - bend), 0.5).clamp(0.1, 0.5)
         length = torch.where(ascends, length, fall * length)
@@ -292,7 +292,7 @@ def _ascend(
 
 
 def _repair(problem: Problem, share: Tensor, index: Tensor, best: Best) -> None:
-    """Repair plans and keep those that are better."""
+    """Repair plans, and keep those that are better than the best so far."""
     x, moves = problem.x, problem.moves
     total = share.sum(2, keepdim=True)
     share = torch.where((total > 0.5) & (total < 2), share / total, moves.stay().to(x.dtype))

@@ -30,8 +30,8 @@ DOWN = 0.55
 
 @dataclass(frozen=True)
 class Field:
-    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with
-    its cost.
+    """Rows seen from the pixels with mass: the value of staying, and every other option with its
+    cost.
 
     ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``,
     with their cost ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere``
@@ -48,7 +48,7 @@ class Field:
     away: Tensor | None = None
 
     def single(self) -> Field:
-        """The same in float32, for searching."""
+        """The field in float32, for the search."""
         held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
         return Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
 

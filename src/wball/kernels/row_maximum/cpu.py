@@ -31,8 +31,8 @@ class _Rows(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Where mass can go: the listed moves, each with its ring; what a move of a ring and of a tier
-    costs; how wide the tiers are, and the mass beyond the patches."""
+    """Where mass can go: the listed moves with their rings, the costs of rings and tiers, the
+    widths of the tiers, and the mass beyond the patches."""
 
     shifts: Any
     ring: Any
@@ -44,7 +44,8 @@ class _Ways(NamedTuple):
 
 
 class _Effort(NamedTuple):
-    """The cheapest move, which the first price is measured by, and steps of the search."""
+    """The smallest cost of a move, which sets the scale of the first price, and the steps of the
+    search."""
 
     step: float
     rounds: int
@@ -61,7 +62,7 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 
 
 def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
-    """Rows that nothing charges: their options are listed here, row by row."""
+    """Maxima of rows without charges, whose options are listed here, row by row."""
     away = [m for m in problem.moves if m[:2] != (0, 0)]
     costs = sorted({d for *_, d in away})
     shifts = np.array([m[:2] for m in away], dtype=np.int64).reshape(-1, 2)
@@ -102,7 +103,7 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 
 
 def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tensor]:
-    """Rows with charges or box prices, whose options are listed already."""
+    """Maxima of rows with charges or box prices, whose options are already listed."""
     count, channels, options = field.worth.shape[:3]
     given = tuple(
         t.detach().to(torch.float64).contiguous().numpy()
@@ -128,13 +129,14 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
 
 @compiled(fastmath=FAST)
 def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    """Search the maxima of rows ``start`` to ``stop`` with listed options."""
     (worth, stay, mass), (far, elsewhere), (budget, effort) = given, outside, limits
     channels, options, sources = worth.shape[1:]
     most = channels * sources
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
     held = Options(options_held, stay_held, mass_held, fee, np.empty(BLOCK), np.empty(BLOCK))
     for n in range(start, stop):
-        count, whole = np.int64(0), True  # a literal would be compiled for itself first
+        count, whole = np.int64(0), True  # a literal would trigger another compilation
         for c in range(channels):
             for s in range(sources):
                 if mass[n, c, s] > 0.0:
@@ -148,12 +150,12 @@ def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore
         out[n], psi[n] = (
             found.value if whole else np.nan,
             found.psi,
-        )  # what is not a number is no bound
+        )  # NaN is not a bound
 
 
 @compiled(inner=True, fastmath=FAST)
 def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
-    """The largest value within ``reach`` rows and columns, in place."""
+    """Replace each value by the largest one within ``reach`` rows and columns, in place."""
     for r in range(height):
         for c in range(width):
             spare[r * width + c] = maps[r * width + c]
@@ -172,6 +174,7 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 @compiled(fastmath=FAST)
 def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    """List the options of rows ``start`` to ``stop``, and search their maxima."""
     coeff, image, corner, patched, x, budget = given
     shifts, ring, rings, fee, wide, elsewhere, reach = ways
     step, rounds = effort
@@ -189,7 +192,7 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
     for n in range(start, stop):
         picture = x[image[n]]
         top, left = corner[0, n] - around, corner[1, n] - around
-        count = np.int64(0)  # a literal would be compiled for itself first
+        count = np.int64(0)  # a literal would trigger another compilation
         for c in range(channels):
             for r in range(wide_rows):
                 there = top - reach + r

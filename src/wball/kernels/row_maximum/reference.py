@@ -23,7 +23,7 @@ def _choose(
 
 
 def _elsewhere(field: Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What mass beyond the patch is worth and pays, ``(N,)`` each."""
+    """Value and cost of the mass beyond the patch, ``(N,)`` each."""
     if field.elsewhere is None or field.far is None or field.away is None:
         return None
     gain = field.far[..., None] - psi.view(-1, 1, 1) * field.away
@@ -40,7 +40,7 @@ def worth_of(field: Field, psi: Tensor) -> Tensor:
 
 
 def _evaluate(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and what the maximising plan pays, ``(N,)`` each."""
+    """The same, and the cost of the maximising plan, ``(N,)`` each."""
     best, choice = (field.worth - psi.view(-1, 1, 1, 1) * field.cost).max(2)
     moves = best > field.stay
     if field.cost.shape[1] == 1:

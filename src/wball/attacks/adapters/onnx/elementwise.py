@@ -136,7 +136,7 @@ def _reduction(run: Callable[[Tensor, list[int], bool], Tensor]) -> Function:
     ) -> Tensor:
         chosen = numbers(given) or axes
         if not chosen and noop_with_empty_axes:
-            return run(x[None], [0], False)  # each number is reduced by itself
+            return run(x[None], [0], False)  # reduce over a new axis of length 1
         return run(x, list(chosen or range(x.ndim)), bool(keepdims)).to(x.dtype)
 
     return apply

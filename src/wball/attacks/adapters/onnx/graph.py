@@ -13,12 +13,9 @@ from wball.attacks.adapters.onnx.table import TYPES, Node, read_node
 
 
 class OnnxGraph(nn.Module):
-    """The nodes of a graph. Weights become parameters; what depends on weights alone is computed
-    once.
-
-    Raises ``ValueError`` that names every unsupported operator, attribute and type on the way to
-    ``outputs``.
-    """
+    """The nodes of a graph. Weights become parameters; values that depend on weights alone are
+    computed once. Raises a ``ValueError`` that names every unsupported operator, attribute and type
+    between the input and ``outputs``."""
 
     def __init__(
         self, proto: onnx.GraphProto, opset: int, outputs: Sequence[str] | None = None
@@ -44,18 +41,19 @@ class OnnxGraph(nn.Module):
         for value in ends + [o for o in proto.output if o.name in self.outputs]:
             kind = value.type.tensor_type.elem_type
             if kind not in (*TYPES, onnx.TensorProto.UNDEFINED):
-                complaints.add(f"{value.name!r} is not a tensor of a type that is known here")
+                complaints.add(f"{value.name!r} is not a tensor of a supported type")
         made = {i.name for i in proto.input} | folded.keys()
         made.update(name for node in self.nodes for name in node.outputs)
         read = {name for node in self.nodes for name in node.inputs if name} | set(self.outputs)
         if not complaints:
-            complaints = {f"nothing known here makes {name!r}" for name in read - made}
+            complaints = {f"no supported node computes {name!r}" for name in read - made}
         if complaints:
             raise ValueError("; ".join(sorted(complaints)))
         self._fold(folded)
 
     def _fold(self, values: dict[str, Tensor]) -> None:
-        """Compute what depends on constants alone, and keep the constants that are still read."""
+        """Compute the values that depend on constants alone, and keep only the constants that are
+        still read."""
         left = []
         for node in self.nodes:
             if all(name in values or not name for name in node.inputs):
@@ -69,8 +67,8 @@ class OnnxGraph(nn.Module):
                 self._keep(name, values[name])
 
     def _keep(self, name: str, value: Tensor) -> None:
-        """Store a constant. Numbers and shapes stay on the CPU, where reading them waits for
-        nothing."""
+        """Store a constant. Scalars and shapes stay on the CPU, so that reading them needs no
+        synchronisation."""
         if value.ndim == 0 or not value.is_floating_point():
             self.constants[name] = value
             return
@@ -87,7 +85,7 @@ class OnnxGraph(nn.Module):
 
 
 def _needed(proto: onnx.GraphProto, outputs: Iterable[str]) -> list[onnx.NodeProto]:
-    """The nodes that these outputs depend on, in their order."""
+    """The nodes that these outputs depend on, in the order of the graph."""
     wanted, found = set(outputs), []
     for node in reversed(proto.node):
         if wanted.intersection(node.output):

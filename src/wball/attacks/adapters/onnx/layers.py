@@ -20,7 +20,7 @@ _MAXIMA: dict[int, Any] = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}
 def _padding(
     x: Tensor, reach: Sequence[int], strides: Sequence[int], pads: list[int] | None, auto_pad: str
 ) -> tuple[list[int], list[int]]:
-    """Padding before and after each axis; ``reach`` is the size of windows with their gaps."""
+    """Padding before and after each axis; ``reach`` is the size of a dilated window."""
     axes = len(reach)
     if auto_pad not in ("SAME_UPPER", "SAME_LOWER"):
         both = pads if pads and auto_pad == "NOTSET" else [0] * (2 * axes)
@@ -37,7 +37,7 @@ def _padded(x: Tensor, before: list[int], after: list[int], value: float = 0.0) 
 
 
 def _is_pooling(before: list[int], after: list[int], size: list[int]) -> bool:
-    """Whether PyTorch's pooling takes this padding."""
+    """Whether PyTorch's pooling supports this padding."""
     return before == after and all(2 * b <= k for b, k in zip(before, size, strict=True))
 
 

@@ -66,7 +66,7 @@ def load(
         proto = onnx.load(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"no ONNX file {path}") from None
-    except Exception as error:  # protobuf and files of weights have exceptions of their own
+    except Exception as error:  # protobuf and weight files raise their own exceptions
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{path} is not a complete ONNX file ({first}): export or download it again"
@@ -84,7 +84,7 @@ def load(
 
 
 class NotKnown(ValueError):
-    """The graph has something that is not supported with PyTorch."""
+    """The graph uses an operator that is not supported in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,18 @@ def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
 
 
 class _Classifier(nn.Module):
-    """What both engines share: images as the graph takes them, and as many at a time."""
+    """Base class of both engines: converts images to the layout and batch size that the graph
+    expects."""
 
     ends: Ends
 
     def _run(self, x: Tensor) -> Tensor:
-        """The output for images as the graph takes them."""
+        """The output for images in the layout of the graph."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
-        if len(wanted) == 1 and x.ndim == 4:  # rows of a table, as scikit-learn's models take them
+        if len(wanted) == 1 and x.ndim == 4:  # rows of a table, the input of scikit-learn models
             x = x.flatten(1)
         if len(wanted) == x.ndim - 1 and any(
             w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)
@@ -196,7 +197,7 @@ class _Classifier(nn.Module):
         else:
             filled = torch.cat([x, x[-1:].expand(-len(x) % batch, *x.shape[1:])])
             found = torch.cat([self._run(part) for part in filled.split(batch)])[: len(x)]
-        # Convolutional heads answer (B, K, 1, 1).
+        # Convolutional heads return (B, K, 1, 1).
         return found.flatten(1) if found.ndim > 2 and found[0].numel() == found.shape[1] else found
 
 
@@ -212,7 +213,7 @@ class OnnxModel(_Classifier):
         try:
             if opset > NEWEST:
                 raise ValueError(
-                    f"operator set {opset} is newer than those known here, to {NEWEST}"
+                    f"operator set {opset} is newer than the newest supported one, {NEWEST}"
                 )
             if proto.functions:
                 proto = onnx.inliner.inline_local_functions(proto)
@@ -231,7 +232,7 @@ class OnnxModel(_Classifier):
         return self.graph({self.ends.input: x})[0]
 
     def _leave_out_softmax(self) -> None:
-        """Take the logits of a graph that ends in a softmax over the classes."""
+        """Drop a final softmax over the classes, so that the output is logits."""
         makers = {name: node for node in self.graph.nodes for name in node.outputs}
         last = makers.get(self.ends.output)
         while last is not None and last.kind == "Identity":
@@ -247,11 +248,9 @@ class OnnxModel(_Classifier):
 
     @torch.no_grad()
     def _free_batch(self) -> None:
-        """Let a graph exported for a fixed batch size take any batch size, if its outputs show that
-        it can.
-
-        A shape that was written down as a number often prevents it: those of ``Reshape`` are freed.
-        """
+        """Let a graph that was exported for a fixed batch size take any batch size, if its outputs
+        show that it can. The usual obstacle is a shape stored as a number: the shapes of
+        ``Reshape`` are freed."""
         batch, shape = self.ends.batch, self.ends.shape
         if batch is None or None in shape:
             return
@@ -277,8 +276,8 @@ class OnnxModel(_Classifier):
 
 
 class ForwardOnly(_Classifier):
-    """An ONNX graph in ONNX Runtime: every operator, but no gradients, so that only black-box
-    attacks serve."""
+    """An ONNX graph in ONNX Runtime. It supports every operator but has no gradients, so only
+    black-box attacks can be used."""
 
     fingerprint: Tensor
 
@@ -301,7 +300,7 @@ class ForwardOnly(_Classifier):
             self._session: Any = onnxruntime.InferenceSession(
                 content, providers=onnxruntime.get_available_providers()
             )
-        except Exception as error:  # it has a class of its own for each kind of failure
+        except Exception as error:  # it has a separate exception for each kind of failure
             raise ValueError(
                 f"ONNX Runtime cannot run the model: {str(error).splitlines()[0]}"
             ) from error

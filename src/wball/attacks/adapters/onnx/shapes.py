@@ -16,10 +16,11 @@ from wball.attacks.adapters.onnx.table import TYPES, numbers, operator, together
 
 
 def constant(value: Any) -> Tensor:
-    """A tensor of a file. NumPy has no bfloat16 of its own, so that goes through float32."""
+    """Convert a stored tensor to PyTorch. NumPy has no bfloat16, so that type is converted through
+    float32."""
     array = numpy_helper.to_array(value)
     if value.data_type not in TYPES:
-        raise ValueError(f"tensor {value.name!r} has a type that is not known here, {array.dtype}")
+        raise ValueError(f"tensor {value.name!r} has the unsupported type {array.dtype}")
     wanted = TYPES[value.data_type]
     array = np.array(array, np.float32 if wanted == torch.bfloat16 else None)
     return torch.from_numpy(array).to(wanted)
@@ -123,7 +124,7 @@ def _pad(
     if mode == "constant":
         return F.pad(x, flat, value=0.0 if fill is None else fill.item())
     if any(flat[-4:]):
-        raise ValueError(f"Pad with mode {mode!r} serves the axes of pixels alone")
+        raise ValueError(f"Pad with mode {mode!r} is supported on the axes of pixels only")
     return F.pad(x, flat[:-4], _PADDING[mode])
 
 
@@ -139,7 +140,7 @@ def _slice(
     places, by = numbers(axes) or range(len(first)), numbers(steps) or [1] * len(first)
     for axis, start, end, step in zip(places, first, last, by, strict=True):
         axis, size = axis % x.ndim, x.shape[axis]
-        # Python reads negative numbers as ONNX does, but for an end before the first entry.
+        # Python reads negative numbers as ONNX does, except for an end before the first entry.
         stop = None if step < 0 and end < -size else end
         here = range(size)[slice(start, stop, step)]
         if step > 0:

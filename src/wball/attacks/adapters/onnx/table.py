@@ -50,7 +50,7 @@ OPERATORS: dict[str, Function] = {}
 
 
 def operator(*kinds: str) -> Callable[[Function], Function]:
-    """Enter a function into the table, under one name or several."""
+    """Register a function as the implementation of one or more operators."""
 
     def enter(run: Function) -> Function:
         OPERATORS.update(dict.fromkeys(kinds, run))
@@ -88,17 +88,17 @@ def read_node(proto: onnx.NodeProto, opset: int) -> Node:
     """A node with its attributes. Raises ``ValueError`` if something in it is not supported."""
     if proto.domain not in ("", "ai.onnx") or proto.op_type not in OPERATORS:
         name = f"{proto.domain}.{proto.op_type}" if proto.domain else proto.op_type
-        raise ValueError(f"operator {name} is not known here")
+        raise ValueError(f"operator {name} is not supported")
     parameters = signature(OPERATORS[proto.op_type]).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     given = {a.name: _value(a) for a in proto.attribute}
     where = f"{proto.op_type} ({proto.name or proto.output[0]})"
     for unknown in sorted(given.keys() - known - IGNORED):
-        raise ValueError(f"attribute {unknown!r} of {where} is not known here")
+        raise ValueError(f"attribute {unknown!r} of {where} is not supported")
     if given.get("training_mode"):
         raise ValueError(f"{where} is in training mode: export the model in evaluation mode")
     if given.get("to", onnx.TensorProto.FLOAT) not in TYPES:
-        raise ValueError(f"{where} casts to a type that is not known here")
+        raise ValueError(f"{where} casts to an unsupported type")
     schema = onnx.defs.get_schema(proto.op_type, opset, "")
     values = {a.name: _value(a.default_value) for a in schema.attributes.values()}
     values |= {"count": len(proto.output), **given}
@@ -120,7 +120,8 @@ def numbers(value: Tensor | None) -> list[int]:
 
 
 def together(*values: Tensor) -> list[Tensor]:
-    """Tensors on one device: constants and shapes stay on the CPU until they meet images."""
+    """Move tensors to one device: constants and shapes are on the CPU until they are combined with
+    images."""
     where = next((v.device for v in values if v.device.type != "cpu"), None)
     # Numbers without axes may stay where they are.
     return list(values) if where is None else [v.to(where) if v.ndim else v for v in values]
