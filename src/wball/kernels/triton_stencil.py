@@ -252,6 +252,12 @@ def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, i
 
 
 @triton.jit
+def read(ptr, mask):
+    """Values in memory where ``mask`` holds, 0 elsewhere."""
+    return tl.load(ptr, mask=mask, other=0)
+
+
+@triton.jit
 def staged_position(index, LAYOUT: tl.constexpr):
     """Address of pixel ``index`` (counted without halos) in an image's staged buffer.
 

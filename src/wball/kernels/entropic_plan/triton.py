@@ -41,6 +41,7 @@ from wball.kernels.triton_stencil import (
     Window,
     extent,
     pixels,
+    read,
     ring_fees,
     solve_price,
     stage_halos,
@@ -148,10 +149,10 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
     at = pixels(one, LAYOUT)
     index, real, place = at
     here = image * LAYOUT.values + index
-    b = tl.load(given.b + here, mask=real, other=0.0)
+    b = read(given.b + here, real)
     highest = tl.max(tl.where(real, b, float("-inf")), 0)
     b = tl.maximum(b, highest - _SPREAD).to(REAL)
-    q = tl.where(given.warm, tl.load(given.q + here, mask=real, other=0.0).to(REAL), 0.0)
+    q = tl.where(given.warm, read(given.q + here, real).to(REAL), 0.0)
     if not EXACT:
         top, bottom = extent(b + q, real)
         if top - bottom > _RANGE:
@@ -161,7 +162,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
     t_ptr = staged[1] + image * LAYOUT.staged
     stage_halos(s_ptr, one, LAYOUT)
     stage_halos(t_ptr, one, LAYOUT)
-    x = tl.load(given.x + here, mask=real, other=0.0).to(REAL)
+    x = read(given.x + here, real).to(REAL)
     budget = tl.load(given.budget + image)
     kappa = tl.where(given.paced, tl.load(given.kappa + image), 1.0)
     spend = (budget * kappa).to(REAL)

@@ -22,7 +22,7 @@ from wball.cost import Moves, StencilMoves
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.linear_maximum.reference import best_plan, mixed_plan
 from wball.kernels.triton_launch import aligned, kernel
-from wball.kernels.triton_stencil import MAX_VALUES, ring_fees, stencil, sum_two, too_large
+from wball.kernels.triton_stencil import MAX_VALUES, read, ring_fees, stencil, sum_two, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
 
 _FLAT = tl.constexpr(FLAT[torch.float32])
@@ -116,8 +116,8 @@ def _support_kernel(given, out, table, one, max_iter, LAYOUT: tl.constexpr):
     real = index < N
     row, column = index % (H * W) // W, index % W
     a_ptr = given.a + n * N
-    a = tl.load(a_ptr + index, mask=real, other=0.0).to(tl.float32)
-    x = tl.load(given.x + n * N + index, mask=real, other=0.0).to(tl.float32)
+    a = read(a_ptr + index, real).to(tl.float32)
+    x = read(given.x + n * N + index, real).to(tl.float32)
     budget = tl.maximum(tl.load(given.budget + n), 0.0)
 
     fees = ring_fees(fee_ptr, LAYOUT)

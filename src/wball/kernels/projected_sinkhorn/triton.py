@@ -54,6 +54,7 @@ from wball.kernels.triton_stencil import (
     Window,
     extent,
     pixels,
+    read,
     ring_fees,
     solve_price,
     stage_halos,
@@ -289,9 +290,9 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
     keep_ptr, give_ptr = out.keep + image * N, out.give + image * N
     rows_ptr, change_ptr = scratch.rows + image * (_ROWS * N), scratch.change + image * N
     stage_halos(s_ptr, one, LAYOUT)
-    x = tl.load(given.x + here, mask=real, other=0.0).to(REAL)
-    w = tl.load(given.w + here, mask=real, other=0.0).to(REAL)
-    u = tl.load(given.u + here, mask=real, other=0.0).to(REAL)
+    x = read(given.x + here, real).to(REAL)
+    w = read(given.w + here, real).to(REAL)
+    u = read(given.u + here, real).to(REAL)
     budget_exact = tl.load(given.budget + image)
     budget = budget_exact.to(REAL)
     psi = tl.load(given.psi + image).to(REAL)
@@ -471,9 +472,7 @@ def _products(metric, f, d0, d1, d2, d3):
 @triton.jit
 def _row(ptr, row, index, real, size, N: tl.constexpr):
     """A row of the memory; 0 where nothing is remembered, which has no size."""
-    return tl.where(
-        size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0).to(tl.float32), 0.0
-    )
+    return tl.where(size > 0.0, read(ptr + row * N + index, real).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -497,11 +496,9 @@ def _conjugate(memory, at, sweep, step, sizes, remember, N: tl.constexpr):
     nothing = 0.0 * size1
     slot = step % _REMEMBERED  # of the oldest, which is replaced
     if remember:
-        metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
-        d0 = change - tl.load(memory.change + index, mask=real, other=0.0)
-        s0 = tl.where(
-            real, new - tl.load(memory.end + index, mask=real, other=0.0).to(new.dtype), 0.0
-        )
+        metric = read(ptr + index, real).to(tl.float32)
+        d0 = change - read(memory.change + index, real)
+        s0 = tl.where(real, new - read(memory.end + index, real).to(new.dtype), 0.0)
         one, two, three = (
             1 + (slot + _REMEMBERED - 1) % _REMEMBERED,
             1 + (slot + 1) % _REMEMBERED,

@@ -65,6 +65,7 @@ from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     MAX_VALUES,
     is_halo,
+    read,
     staged_position,
     stencil,
     sum_two,
@@ -179,9 +180,9 @@ def _priced(psi, step):
 @triton.jit
 def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
     """Which moves into each pixel are marked at the pixel where they start."""
-    bits = tl.load(mark_ptr + place, mask=real, other=0) & 1
+    bits = read(mark_ptr + place, real) & 1
     for k in tl.range(1, MOVES):
-        there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
+        there = read(mark_ptr + place - tl.load(offset_ptr + k), real)
         bit = (bits * 0 + 1) << k
         bits = bits | (there & bit)
     return bits
@@ -191,11 +192,11 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
 def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.constexpr):
     """The potentials a step away, linear ones kept on their side of the kink; and what the columns'
     slopes promise."""
-    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-    new = u + length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+    u = read(s_ptr + U * STAGED + place, real)
+    new = u + length * read(s_ptr + D * STAGED + place, real)
     if LINEAR:
-        free = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0) - u
-        held = tl.load(s_ptr + HELD * STAGED + place, mask=real, other=0.0)
+        free = read(s_ptr + TARGET * STAGED + place, real) - u
+        held = read(s_ptr + HELD * STAGED + place, real)
         full, drained = (
             (free > 0.0) | ((free == 0.0) & (held < 0.0)),
             (free < 0.0) | ((free == 0.0) & (held > 0.0)),
@@ -238,7 +239,7 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     s_ptr, mark_ptr, list_ptr, _ = work
     place, real, rows, reached, columns = spots
     psi, sigma, slope, size = state
-    marks = tl.load(mark_ptr + place, mask=real, other=0)
+    marks = read(mark_ptr + place, real)
     ways = tl.zeros(place.shape, tl.int32)
     total = tl.zeros(place.shape, tl.float64)
     square = total
@@ -253,9 +254,7 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
     inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
-    stiff = tl.where(
-        several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0
-    )
+    stiff = tl.where(several, sigma * read(s_ptr + MASS * STAGED + place, real), 0.0)
     tl.store(mark_ptr + MARKED + place, tl.where(several, marks, 0), mask=real)
     tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
     tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
@@ -267,14 +266,14 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
         shifts, fees = tables(table, first, MOVES, GROUP)
         there, parts, means = (), (), ()
         for i in tl.static_range(GROUP):
-            there = there + (tl.load(mark_ptr + MARKED + place - shifts[i], mask=real, other=0),)
+            there = there + (read(mark_ptr + MARKED + place - shifts[i], real),)
         if GROUP > 1:
             tl.debug_barrier()
         for i in tl.static_range(GROUP):
             start = place - shifts[i]
             used = owned(real & (((there[i] >> (first + i)) & 1) != 0), first + i, MOVES, GROUP)
-            parts = parts + (tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0),)
-            means = means + (tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0),)
+            parts = parts + (read(s_ptr + Q * STAGED + start, used),)
+            means = means + (read(s_ptr + S * STAGED + start, used),)
             tl.store(back_ptr + senders * STAGED + place, shifts[i], mask=used)
             senders += tl.where(used, 1, 0)
         for i in tl.static_range(GROUP):
@@ -284,9 +283,9 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
     paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
     curvature = paid_square - paid_mean
-    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-    w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-    gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+    u = read(s_ptr + U * STAGED + place, real)
+    w = read(s_ptr + TARGET * STAGED + place, real)
+    gradient = read(s_ptr + GRADIENT * STAGED + place, real)
     _, curved, _ = column(w, u, u * 0.0, limits, LINEAR)
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
@@ -320,17 +319,17 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
         there = q * 0.0
         for i in tl.range(0, most_ways):
             used = i < ways
-            step = tl.load(list_ptr + i * STAGED + place, mask=used, other=0)
-            there += tl.load(s_ptr + Q * STAGED + place + step, mask=used, other=0.0)
+            step = read(list_ptr + i * STAGED + place, used)
+            there += read(s_ptr + Q * STAGED + place + step, used)
         mean = (there - q_psi * total) * inverse
         tl.store(s_ptr + S * STAGED + place, stiff * mean, mask=real)
         tl.debug_barrier()
-        toll = tl.load(s_ptr + TOLL * STAGED + place, mask=real, other=0.0)
-        h = tl.load(s_ptr + COLUMN * STAGED + place, mask=real, other=0.0) * q - q_psi * toll
+        toll = read(s_ptr + TOLL * STAGED + place, real)
+        h = read(s_ptr + COLUMN * STAGED + place, real) * q - q_psi * toll
         for i in tl.range(0, most_senders):
             used = i < senders
-            step = tl.load(back_ptr + i * STAGED + place, mask=used, other=0)
-            h -= tl.load(s_ptr + S * STAGED + place - step, mask=used, other=0.0)
+            step = read(back_ptr + i * STAGED + place, used)
+            h -= read(s_ptr + S * STAGED + place - step, used)
         if LINEAR:
             h = tl.where(moving, h, 0.0)
         curve, paid = sum_two(q * h, q * toll - stiff * mean * total)
@@ -429,8 +428,8 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
         tl.store(s_ptr + TRIAL * STAGED + spot, float("-inf"), mask=halo)
         tl.store(mark_ptr + spot, 0, mask=halo)
         tl.store(mark_ptr + MARKED + spot, 0, mask=halo)
-    x = tl.load(given.x + n * N + index, mask=real, other=0.0).to(tl.float64)
-    w = tl.load(given.target + n * N + index, mask=real, other=0.0).to(tl.float64)
+    x = read(given.x + n * N + index, real).to(tl.float64)
+    w = read(given.target + n * N + index, real).to(tl.float64)
     rows = real & (x > 0.0)
     tl.store(s_ptr + TARGET * STAGED + place, w, mask=real)
     tl.store(s_ptr + MASS * STAGED + place, x, mask=real)
@@ -447,7 +446,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     tl.debug_barrier()
     reached = x > 0.0
     for k in tl.range(1, MOVES):
-        there = tl.load(mark_ptr + place - tl.load(table.offset + k), mask=real, other=0)
+        there = read(mark_ptr + place - tl.load(table.offset + k), real)
         reached = reached | (there != 0)
     reached = real & reached
     columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
@@ -465,9 +464,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     listed = Listed(row_ptr, column_ptr, n_rows, n_columns, beyond)
     spots = Spots(place, real, rows, reached, columns)
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
-    u = tl.where(
-        reached, tl.load(given.start + n * N + index, mask=real, other=0.0).to(tl.float64), w
-    )
+    u = tl.where(reached, read(given.start + n * N + index, real).to(tl.float64), w)
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
     tl.store(s_ptr + TRIAL * STAGED + place, u, mask=real)
     tl.debug_barrier()
@@ -518,10 +515,10 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                 near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
                 tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
             else:
-                at = tl.load(s_ptr + TRIAL * STAGED + place, mask=real, other=0.0)
+                at = read(s_ptr + TRIAL * STAGED + place, real)
                 tl.store(s_ptr + U * STAGED + place, at, mask=real)
                 if LINEAR:
-                    held = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+                    held = read(s_ptr + GRADIENT * STAGED + place, real)
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
@@ -553,22 +550,16 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                 else:
                     pixel = index % PLANE
                     home = (index - pixel).to(tl.int64) * MOVES + pixel
-                    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-                    mass = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
-                    wish = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+                    level = read(s_ptr + LEVEL * STAGED + place, real)
+                    mass = read(s_ptr + MASS * STAGED + place, real)
+                    wish = read(s_ptr + TARGET * STAGED + place, real)
                     total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
-                        end = tl.load(
-                            s_ptr + U * STAGED + place + tl.load(table.offset + k),
-                            mask=rows,
-                            other=0.0,
-                        )
+                        end = read(s_ptr + U * STAGED + place + tl.load(table.offset + k), rows)
                         gain = end - psi * tl.load(table.fee + k)
                         top = tl.maximum(top, gain)
-                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(
-                            tl.float64
-                        )
+                        part = read(centre_ptr + k * STAGED + place, rows).to(tl.float64)
                         part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
                         total += part
                         tl.store(flow_ptr + k * PLANE + home, part, mask=real)
@@ -591,7 +582,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
                     for k in tl.range(0, MOVES):
-                        share = whole * tl.load(flow_ptr + k * PLANE + home, mask=real, other=0.0)
+                        share = whole * read(flow_ptr + k * PLANE + home, real)
                         tl.store(flow_ptr + k * PLANE + home, mass * share, mask=real)
                         if solved:
                             share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
@@ -619,7 +610,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                         rest <= PROMISING * (tol * tl.abs(bound + rest + offset) + floor)
                     )
                     if shown:
-                        marks = tl.load(mark_ptr + place, mask=real, other=0)
+                        marks = read(mark_ptr + place, real)
                         incoming = _incoming(mark_ptr, place, real, table.offset, MOVES)
                         plan = WrittenPlan(
                             s_ptr + Q * STAGED, flow_ptr, place, home, real, marks, incoming
@@ -641,9 +632,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                         stays = mass
                         for k in tl.range(1, MOVES):
                             used = ((marks >> k) & 1) != 0
-                            part = scale * tl.load(
-                                flow_ptr + k * PLANE + home, mask=used, other=0.0
-                            )
+                            part = scale * read(flow_ptr + k * PLANE + home, used)
                             stays -= part
                             tl.store(flow_ptr + k * PLANE + home, part, mask=used)
                         tl.store(flow_ptr + home, tl.maximum(stays, 0.0), mask=real)

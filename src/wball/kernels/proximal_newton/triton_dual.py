@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.triton_stencil import INTERPRETED, Layout, staged_position
+from wball.kernels.triton_stencil import INTERPRETED, Layout, read, staged_position
 
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
@@ -131,8 +131,8 @@ def tables(table, first, MOVES: tl.constexpr, GROUP: tl.constexpr):
             steps = steps + (tl.load(table.offset + first + i),)
             fees = fees + (tl.load(table.fee + first + i),)
         else:
-            steps = steps + (tl.load(table.offset + first + i, mask=first + i < MOVES, other=0),)
-            fees = fees + (tl.load(table.fee + first + i, mask=first + i < MOVES, other=0.0),)
+            steps = steps + (read(table.offset + first + i, first + i < MOVES),)
+            fees = fees + (read(table.fee + first + i, first + i < MOVES),)
     if GROUP > 1:
         tl.debug_barrier()
     return steps, fees
@@ -168,7 +168,7 @@ def _ends_and_shares(
         real = owned(rows, first + i, MOVES, GROUP)
         ends = ends + (tl.load(u_ptr + place + steps[i], mask=real, other=float("-inf")),)
         at = centre_ptr + (first + i) * STAGED + place
-        held = held + (tl.load(at, mask=real, other=0.0),)
+        held = held + (read(at, real),)
     return ends, held, missing(ends) | missing(held)
 
 
@@ -177,7 +177,7 @@ def _position(list_ptr, index, real, CASE: tl.constexpr):
     """Where the rows or columns with these numbers are staged: by their list, or all pixels one
     after the other."""
     if CASE.listed:
-        return tl.load(list_ptr + index, mask=real, other=0).to(tl.int64)
+        return read(list_ptr + index, real).to(tl.int64)
     else:
         return staged_position(tl.where(real, index, 0), tl.constexpr(CASE.layout))
 
@@ -202,9 +202,9 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
     for first in tl.range(0, listed.n_rows, TILE):
         real = first + lanes < listed.n_rows
         place = _position(listed.rows, first + lanes, real, CASE)
-        m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
+        m = read(s_ptr + MASS * STAGED + place, real)
         rows = m > 0.0
-        t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+        t = read(s_ptr + LEVEL * STAGED + place, real)
         # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the
         # root and it is monotone from there. The marked sets are nested, so that equal counts are
         # equal sets.
@@ -235,7 +235,7 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
             open_rows = tl.max(tl.where(settled, 0, 1), 0)
             tries += 1
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
-        marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
+        marks = read(mark_ptr + place, real) * 0
         for k in tl.range(0, MOVES, GROUP):
             steps, fees = tables(table, k, MOVES, GROUP)
             ends, held, gone = _ends_and_shares(
@@ -266,13 +266,13 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
     for first in tl.range(0, listed.n_columns, TILE):
         real = first + lanes < listed.n_columns
         place = _position(listed.columns, first + lanes, real, CASE)
-        u = tl.load(u_ptr + place, mask=real, other=0.0)
+        u = read(u_ptr + place, real)
         come = u * 0.0
         for k in tl.range(0, MOVES, GROUP):
             steps, fees = tables(table, k, MOVES, GROUP)
             there, taken = (), ()
             for i in tl.static_range(GROUP):
-                there = there + (tl.load(mark_ptr + place - steps[i], mask=real, other=0),)
+                there = there + (read(mark_ptr + place - steps[i], real),)
             tl.debug_barrier()
             held, levels, masses = (), (), ()
             for i in tl.static_range(GROUP):
@@ -281,15 +281,9 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                 )
             for i in tl.static_range(GROUP):
                 start = place - steps[i]
-                held = held + (
-                    tl.load(centre_ptr + (k + i) * STAGED + start, mask=taken[i], other=0.0),
-                )
-                levels = levels + (
-                    tl.load(s_ptr + LEVEL * STAGED + start, mask=taken[i], other=0.0),
-                )
-                masses = masses + (
-                    tl.load(s_ptr + MASS * STAGED + start, mask=taken[i], other=0.0),
-                )
+                held = held + (read(centre_ptr + (k + i) * STAGED + start, taken[i]),)
+                levels = levels + (read(s_ptr + LEVEL * STAGED + start, taken[i]),)
+                masses = masses + (read(s_ptr + MASS * STAGED + start, taken[i]),)
             gone = missing(levels) | missing(masses) | missing(held)
             price = tl.where(gone, 0.0, psi)
             for i in tl.static_range(GROUP):
@@ -297,13 +291,13 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                     sigma * (u - price * fees[i]) - levels[i]
                 )
                 come += tl.where(taken[i], part * masses[i], 0.0)
-        w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+        w = read(s_ptr + TARGET * STAGED + place, real)
         z, _, value = column(w, u, come, limits, CASE.linear)
         gradient = tl.where(real, z - come, 0.0)
         tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
         least += tl.where(real, value, 0.0)
         size += gradient * gradient
-        along += gradient * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+        along += gradient * read(s_ptr + D * STAGED + place, real)
     spent, worth_rows, length = three_sums(cost, worth, moved)
     worth_columns, steep, ahead = three_sums(least, size, along)
     back = tl.sum(pull, 0) / (2.0 * sigma)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from wball.kernels.triton_stencil import read
 from wball.plan import REPAIR_SWEEPS
 
 SWEEPS = tl.constexpr(REPAIR_SWEEPS)
@@ -41,9 +42,9 @@ def _exchange(plan, table, CASE: tl.constexpr):
     sent, come = tl.zeros(spot.shape, tl.float64), tl.zeros(spot.shape, tl.float64)
     for k in tl.range(1, CASE.moves):
         step = tl.load(table.flat + k)
-        sent += tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
+        sent += read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
         used = real & (((incoming >> k) & 1) != 0)
-        come += tl.load(flow_ptr + k * PLANE + spot - step, mask=used, other=0.0)
+        come += read(flow_ptr + k * PLANE + spot - step, used)
     return sent, come
 
 
@@ -64,9 +65,9 @@ def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
     for k in tl.range(1, CASE.moves):
         start = place - tl.load(table.offset + k)
         used = real & (((incoming >> k) & 1) != 0)
-        part = tl.load(flow_ptr + k * PLANE + spot - tl.load(table.flat + k), mask=used, other=0.0)
+        part = read(flow_ptr + k * PLANE + spot - tl.load(table.flat + k), used)
         full += part
-        easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
+        easy += tl.minimum(part, read(s_ptr + ROOM * STAGED + start, used))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
     enough = easy >= excess
     tl.store(
@@ -84,22 +85,22 @@ def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
         easy, full = z * 0.0, z * 0.0
         for k in tl.range(1, CASE.moves):
             used = ((marks >> k) & 1) != 0
-            part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
+            part = read(flow_ptr + k * PLANE + spot, used)
             there = place + tl.load(table.offset + k)
             full += part
-            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0))
+            easy += tl.minimum(part, read(s_ptr + PLENTY * STAGED + there, used))
         lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
         recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
         recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
     tl.debug_barrier()
     for k in tl.range(1, CASE.moves):
         used = ((marks >> k) & 1) != 0
-        part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
+        part = read(flow_ptr + k * PLANE + spot, used)
         there = place + tl.load(table.offset + k)
-        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + there, mask=used, other=0.0)
-        back += part * tl.load(s_ptr + REST * STAGED + there, mask=used, other=0.0)
+        back = tl.minimum(part, room) * read(s_ptr + RATE * STAGED + there, used)
+        back += part * read(s_ptr + REST * STAGED + there, used)
         if CASE.lower:
-            plenty = tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0)
+            plenty = read(s_ptr + PLENTY * STAGED + there, used)
             back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
         tl.store(flow_ptr + k * PLANE + spot, part - tl.minimum(back, part), mask=used)
     tl.debug_barrier()
@@ -121,8 +122,8 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
         if back > k:  # one end of each pair of opposite moves treats both
             there = spot + tl.load(table.flat + k)
             used = ((marks >> k) & 1) != 0
-            ahead = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
-            behind = tl.load(flow_ptr + back * PLANE + there, mask=used, other=0.0)
+            ahead = read(flow_ptr + k * PLANE + spot, used)
+            behind = read(flow_ptr + back * PLANE + there, used)
             common = tl.minimum(ahead, behind)
             tl.store(flow_ptr + k * PLANE + spot, ahead - common, mask=used)
             tl.store(flow_ptr + back * PLANE + there, behind - common, mask=used)
@@ -145,7 +146,7 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
         sweep += 1
     cost = x * 0.0
     for k in tl.range(1, CASE.moves):
-        part = tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
+        part = read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
         cost += part * tl.load(table.fee + k)
     spent = tl.sum(cost, 0)
     scale = tl.where(

@@ -19,6 +19,7 @@ from torch import Tensor
 from wball.cost import Moves
 from wball.kernels.row_maximum import DOWN, RowProblem
 from wball.kernels.triton_launch import aligned, kernel
+from wball.kernels.triton_stencil import read
 from wball.kernels.triton_stencil import why_not as _why_not
 
 BLOCK = 512
@@ -95,13 +96,13 @@ def _evaluate(row, psi, size, CASE: tl.constexpr, EXACT: tl.constexpr):
     for first in tl.range(0, channels * sources, BLOCK):
         place = first + lane
         real = place < channels * sources
-        best = tl.load(row.stay + place, mask=real, other=0.0).to(kind)
-        mass = tl.load(row.mass + place, mask=real, other=0.0).to(kind)
+        best = read(row.stay + place, real).to(kind)
+        mass = read(row.mass + place, real).to(kind)
         toll = tl.zeros([BLOCK], kind)
         option_ptr = row.worth + place // sources * (choices * sources) + place % sources
         for k in tl.range(0, choices):
             cost = tl.load(row.cost + k).to(kind)
-            score = tl.load(option_ptr + k * sources, mask=real, other=0.0).to(kind) - price * cost
+            score = read(option_ptr + k * sources, real).to(kind) - price * cost
             better = (score > best) | (score != score)  # what is not a number is no bound
             toll = tl.where(better, cost, toll)
             best = tl.where(better, score, best)
@@ -143,15 +144,13 @@ def _row_kernel(given, out, channels, choices, sources, step, rounds, CASE: tl.c
     for first in tl.range(0, channels * sources, BLOCK):
         place = first + lane
         real = place < channels * sources
-        real = real & (tl.load(row.mass + place, mask=real, other=0.0) > 0.0)
-        stay = tl.load(row.stay + place, mask=real, other=0.0).to(tl.float32)
+        real = real & (read(row.mass + place, real) > 0.0)
+        stay = read(row.stay + place, real).to(tl.float32)
         option_ptr = row.worth + place // sources * (choices * sources) + place % sources
         for k in tl.range(0, choices):
             cost = tl.load(row.cost + k).to(tl.float32)
             apart = tl.where(cost > 0.0, cost, step)
-            gain = (
-                tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay
-            ) / apart
+            gain = (read(option_ptr + k * sources, real).to(tl.float32) - stay) / apart
             steepest = tl.where(real, tl.maximum(steepest, gain), steepest)
     high = tl.max(steepest, 0)
     if CASE.tiers > 0:
