@@ -7,6 +7,8 @@ The factors of a repair are staged with the terms they belong to (``s`` with ``k
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,10 +18,29 @@ from wball.kernels.triton_stencil import ON_CHIP, UNROLL
 _SWEEPS, _PLAIN = tl.constexpr(REPAIR_SWEEPS), tl.constexpr(PLAIN_SWEEPS)
 
 
+class Box(NamedTuple):
+    """Bounds of the columns, and the mass beyond them that a repair may leave."""
+
+    lo: tl.tensor
+    hi: tl.tensor
+    slack: tl.tensor
+
+
+class RowPlan(NamedTuple):
+    """The plan ``t_i s_j exp(-psi c_ij)`` with rows ``x``, in which pixels send and receive this
+    much."""
+
+    x: tl.tensor
+    s: tl.tensor
+    t: tl.tensor
+    psi: tl.tensor
+    sent: tl.tensor
+    received: tl.tensor
+
+
 @triton.jit
 def flows(
-    ptr, place, own, toward: tl.constexpr, psi, fees, offset_ptr, fee_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, PAID: tl.constexpr = False,
+    ptr, place, own, toward: tl.constexpr, psi, window, LAYOUT: tl.constexpr, PAID: tl.constexpr = False
 ):  # fmt: skip
     """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays,
     each times its cost if ``PAID``.
@@ -27,20 +48,23 @@ def flows(
     The row terms of the neighbours and ``toward=-1`` give the inflow; their column terms and
     ``toward=1`` give the outflow.
     """
-    total = tl.zeros(place.shape, own.dtype)
-    if len(OFFSETS) > 0:
-        for d in tl.static_range(1, len(ENDS) - 1):
-            ring = tl.zeros(place.shape, own.dtype)
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                ring += tl.load(ptr + place + toward * OFFSETS[k])
-            ring = ring * tl.exp(-psi * fees[d])
-            total += fees[d] * ring if PAID else ring
+    total = tl.zeros(own.shape, own.dtype)
+    if len(LAYOUT.offsets) > 0:
+        for d in tl.static_range(1, len(LAYOUT.ends) - 1):
+            ring = tl.zeros(own.shape, own.dtype)
+            for k in tl.static_range(
+                tl.constexpr(LAYOUT.ends[d]), tl.constexpr(LAYOUT.ends[d + 1])
+            ):
+                ring += tl.load(ptr + place + toward * LAYOUT.offsets[k])
+            ring = ring * tl.exp(-psi * window.fees[d])
+            total += window.fees[d] * ring if PAID else ring
     else:
         for k in tl.range(
-            1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1
+            1, LAYOUT.ends[-1], loop_unroll_factor=UNROLL if LAYOUT.block <= ON_CHIP else 1
         ):
-            fee = tl.load(fee_ptr + k)
-            flow = tl.load(ptr + place + toward * tl.load(offset_ptr + k)) * tl.exp(-psi * fee)
+            fee = tl.load(window.fee + k)
+            there = ptr + place + toward * tl.load(window.offset + k)
+            flow = tl.load(there) * tl.exp(-psi * fee)
             total += fee * flow if PAID else flow
     return own * total
 
@@ -54,18 +78,23 @@ def stage(ptr, place, values, real):
 
 
 @triton.jit
-def _outside(net, x, lo, hi, slack, real):
+def _outside(net, x, box, real):
     """The columns above the box, and those below it, where pixels gain ``net``."""
-    return ((x - hi) + net > slack) & real, ((lo - x) - net > slack) & real
+    return ((x - box.hi) + net > box.slack) & real, ((box.lo - x) - net > box.slack) & real
 
 
 @triton.jit
-def _tighten(x, sent, received, keep, give, over, under, lo, hi, final, more):
-    """Factors after one repair sweep. In the final one, no pixel counts on the mass that it sends
-    or receives, and every column is treated, and every row for lo > 0.
+def _tighten(x, flow, factors, outside, box, final, more):
+    """Factors ``(keep, give)`` after one repair sweep of a plan without them that sends and
+    receives ``flow``. In the final sweep no pixel counts on the mass that it sends or receives, and
+    every column is treated, and every row for lo > 0.
 
     Pixels outside the box are corrected by ``more`` times their excess in addition.
     """
+    sent, received = flow
+    keep, give = factors
+    over, under = outside
+    lo, hi = box.lo, box.hi
     net = keep * received - give * sent
     above, below = (
         tl.where(over, more * ((x - hi) + net), 0.0),
@@ -91,54 +120,55 @@ def _way_back(before, after, slack, real):
 
 
 @triton.jit
-def repair(
-    x, s, t, raw_sent, raw_received, ptr, place, real, psi, fees, offset_ptr, fee_ptr,
-    lo, hi, slack, ENDS: tl.constexpr, OFFSETS: tl.constexpr, GIVES: tl.constexpr,
-):  # fmt: skip
-    """The repair of :func:`wball.kernels.plan_rows.into_box` of a plan in which pixels send
-    ``raw_sent`` and receive ``raw_received``. ``ptr`` is a staged buffer. Without ``GIVES`` rows
-    keep what they have.
+def repair(plan, box, ptr, at, window, LAYOUT: tl.constexpr, GIVES: tl.constexpr):
+    """The repair of :func:`wball.kernels.plan_rows.into_box`. ``ptr`` is a staged buffer. Without
+    ``GIVES`` rows keep what they have.
 
     Returns ``(keep, give, sent, arrived)``, all factors included.
     """
+    x, s, t, psi, raw_sent, raw_received = plan
+    real, place = at.real, at.place
     keep = tl.full(x.shape, 1.0, x.dtype)
     give = tl.full(x.shape, 1.0, x.dtype)
     sent = raw_sent
     arrived = raw_received
     net = arrived - sent
-    above, below = _outside(net, x, lo, hi, slack, real)
+    above, below = _outside(net, x, box, real)
     broken = tl.max((above | below).to(tl.int32), 0)
     sweep = 0
     while (sweep <= _SWEEPS) & (broken > 0):
         final = sweep == _SWEEPS
         more = tl.where(final | (sweep < _PLAIN), 0.0, 1.0)
         tighter_keep, tighter_give = _tighten(
-            x, raw_sent, raw_received, keep, give, above, below, lo, hi, final, more
+            x, (raw_sent, raw_received), (keep, give), (above, below), box, final, more
         )
         stage(ptr, place, s * tighter_keep, real)
-        raw_sent = flows(ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
+        raw_sent = flows(ptr, place, t, 1, psi, window, LAYOUT)
         if GIVES:
             stage(ptr, place, t * tighter_give, real)
-            raw_received = flows(ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
+            raw_received = flows(ptr, place, s, -1, psi, window, LAYOUT)
         next_sent = tighter_give * raw_sent
         next_arrived = tighter_keep * raw_received
         mix = tl.max(
-            _way_back((x - hi) + net, (x - hi) + (next_arrived - next_sent), slack, real), 0
+            _way_back(
+                (x - box.hi) + net, (x - box.hi) + (next_arrived - next_sent), box.slack, real
+            ),
+            0,
         )
-        mix = tl.where(final & (lo <= 0.0), mix, 1.0)
+        mix = tl.where(final & (box.lo <= 0.0), mix, 1.0)
         sent += mix * (next_sent - sent)
         arrived += mix * (next_arrived - arrived)
         keep += mix * (tighter_keep - keep)
         give += mix * (tighter_give - give)
         net = arrived - sent
-        above, below = _outside(net, x, lo, hi, slack, real)
+        above, below = _outside(net, x, box, real)
         broken = tl.max((above | below).to(tl.int32), 0)
         sweep += 1
     return keep, give, sent, arrived
 
 
 @triton.jit
-def pair_costs(s_ptr, t_ptr, place, s, t, psi, offset_ptr, fee_ptr, PAIRS: tl.constexpr):
+def pair_costs(s_ptr, t_ptr, place, s, t, psi, table, PAIRS: tl.constexpr):
     """Cost of the moves between a pixel and its partners, before and after opposite moves cancel.
 
     ``s`` and ``t`` include their factors, as the staged terms do.
@@ -146,9 +176,9 @@ def pair_costs(s_ptr, t_ptr, place, s, t, psi, offset_ptr, fee_ptr, PAIRS: tl.co
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
     for k in tl.range(0, PAIRS, loop_unroll_factor=4):
-        ahead = place + tl.load(offset_ptr + k)
-        there = tl.load(fee_ptr + 2 * k).to(s.dtype)
-        back = tl.load(fee_ptr + 2 * k + 1).to(s.dtype)
+        ahead = place + tl.load(table.pair_offset + k)
+        there = tl.load(table.pair_fee + 2 * k).to(s.dtype)
+        back = tl.load(table.pair_fee + 2 * k + 1).to(s.dtype)
         one_way = back < 0
         back = tl.maximum(back, 0.0)
         out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)

@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -56,75 +58,90 @@ LINE = 32
 _LINE = tl.constexpr(LINE)
 
 
+class Layout(NamedTuple):
+    """What kernels are compiled for: images of one shape, how they are staged, and their moves.
+
+    Attributes:
+        channels, height, width: of an image.
+        values: their product.
+        pitch: staged values from a row to the next, with the halo.
+        plane: staged values from a channel to the next.
+        staged: staged values per image.
+        halo: staged values before the first pixel that moves can reach.
+        block: values of a program that holds a whole image.
+        ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
+        offsets: address offset of each move, for the code; empty where programs loop over the
+            table.
+    """
+
+    channels: int
+    height: int
+    width: int
+    values: int
+    pitch: int
+    plane: int
+    staged: int
+    halo: int
+    block: int
+    ends: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class Table(NamedTuple):
+    """Moves in the memory of the device.
+
+    Attributes:
+        offset: address offset of each move, int32.
+        fee: cost of each move, in the precision of the program.
+        pair_offset: offsets of pairs of opposite moves, each pair once.
+        pair_fee: cost there and cost back (negative: no such move), float64, ``(2 * pairs,)``.
+    """
+
+    offset: Tensor
+    fee: Tensor
+    pair_offset: Tensor
+    pair_fee: Tensor
+
+
+class Window(NamedTuple):
+    """Moves inside a program: tables of their offsets and costs, and the cost of each ring in
+    registers."""
+
+    offset: tl.tensor
+    fee: tl.tensor
+    fees: tl.tuple
+
+
+class Pixels(NamedTuple):
+    """Pixels of a program: their numbers, which of them exist, and their staged addresses."""
+
+    index: tl.tensor
+    real: tl.tensor
+    place: tl.tensor
+
+
 @dataclass(frozen=True)
 class Stencil:
     """Moves on images of one shape, as the kernels read them.
 
     Attributes:
-        shape: ``(C, H, W)``.
-        reach: rows between planes and values between rows, at least the largest row and column
-            offset ``(rr, rc)``.
-        ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
-        offsets: address offset of each move, for the code; empty where programs loop over the
-            table.
-        offset: the same as a table, int32.
-        fee: cost of each move, float32.
-        exact_fee: the same in float64.
-        pair_offset: offsets of pairs of opposite moves, each pair once.
-        pair_fee: cost there and cost back (negative: no such move), float64, ``(2 * pairs,)``.
+        layout: what kernels are compiled for.
+        guard: staged values before the first pixel. Rows of :data:`LINE` values with their halos
+            are then cache lines.
+        pairs: number of pairs of opposite moves.
+        tables: the moves in float32 and in float64.
     """
 
-    shape: tuple[int, int, int]
-    reach: tuple[int, int]
-    ends: tuple[int, ...]
-    offsets: tuple[int, ...]
-    offset: Tensor
-    fee: Tensor
-    exact_fee: Tensor
-    pair_offset: Tensor
-    pair_fee: Tensor
-
-    @cached_property
-    def values(self) -> int:
-        channels, height, width = self.shape
-        return channels * height * width
-
-    @cached_property
-    def guard(self) -> int:
-        """Staged values before the first pixel: rows of :data:`LINE` values with their halos are
-        then cache lines."""
-        least = self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
-        return least + (self.reach[1] // 2 - least) % LINE
-
-    @cached_property
-    def staged(self) -> int:
-        """Staged values per image."""
-        channels, height, width = self.shape
-        return channels * (height + self.reach[0]) * (width + self.reach[1])
-
-    @cached_property
-    def block(self) -> int:
-        """Values of a program that holds a whole image."""
-        return block_of(self.values)
-
-    def constants(self, offsets: bool = True) -> dict[str, object]:
-        """What kernels are compiled for, with ``offsets`` in the code or not."""
-        channels, height, width = self.shape
-        return {
-            "C": channels, "H": height, "W": width, "RR": self.reach[0], "RC": self.reach[1], "ENDS": self.ends,
-            "OFFSETS": self.offsets if offsets else (),
-        }  # fmt: skip
-
-    @cached_property
-    def pairs(self) -> int:
-        """How many pairs of opposite moves there are."""
-        return self.pair_fee.shape[0] // 2 if len(self.ends) > 2 else 0
+    layout: Layout
+    guard: int
+    pairs: int
+    tables: tuple[Table, Table]
 
     def stage(
         self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, ...]:
         """``count`` buffers for a batch, each starting at its first pixel."""
-        size = -(-(self.guard + batch * self.staged) // LINE) * LINE
+        size = -(-(self.guard + batch * self.layout.staged) // LINE) * LINE
         buffers = torch.empty((count, size), dtype=dtype, device=device)
         return buffers[:, self.guard :].unbind()
 
@@ -187,11 +204,17 @@ def stencil(moves: StencilMoves, x: Tensor) -> Stencil:
 
 @lru_cache(maxsize=64)
 def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.device) -> Stencil:
-    reach = _reach(shape, moves.radius)
-    row = shape[2] + reach[1]
-    ends = [0, *(ring[-1] + 1 for ring in moves.rings_apart)]
-    offsets = [r * row + c for r, c in moves.offsets]
-    on_chip = block_of(math.prod(shape)) <= MAX_ON_CHIP
+    channels, height, width = shape
+    rows, columns = _reach(shape, moves.radius)
+    values, pitch = math.prod(shape), width + columns
+    plane, halo, block = (height + rows) * pitch, rows * pitch + columns, block_of(values)
+    ends = (0, *(ring[-1] + 1 for ring in moves.rings_apart))
+    offsets = tuple(r * pitch + c for r, c in moves.offsets)
+    in_code = len(ends) - 1 <= MAX_RINGS and block <= MAX_ON_CHIP
+    layout = Layout(
+        channels, height, width, values, pitch, plane, channels * plane, halo, block,
+        ends, offsets if in_code else (),
+    )  # fmt: skip
     pairs = []
     for k, back in enumerate(moves.reverse):
         if back is None:
@@ -199,20 +222,19 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
         elif moves.offsets[k] > moves.offsets[back]:
             pairs.append((offsets[k], moves.costs[k], moves.costs[back]))
 
-    def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+    def table(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    return Stencil(
-        shape,
-        reach,
-        tuple(ends),
-        tuple(offsets) if len(ends) - 1 <= MAX_RINGS and on_chip else (),
-        table(offsets, torch.int32),
-        table(moves.costs, torch.float32),
-        table(moves.costs, torch.float64),
-        table([p[0] for p in pairs] or [0], torch.int32),
-        table([v for p in pairs for v in p[1:]] or [0.0], torch.float64),
+    offset, pair_offset = (
+        table(listed, torch.int32) for listed in (offsets, [p[0] for p in pairs] or [0])
     )
+    pair_fee = table([v for p in pairs for v in p[1:]] or [0.0], torch.float64)
+    single, double = (
+        Table(offset, table(moves.costs, dtype), pair_offset, pair_fee)
+        for dtype in (torch.float32, torch.float64)
+    )
+    guard = halo + (columns // 2 - halo) % LINE
+    return Stencil(layout, guard, len(pairs) if len(ends) > 2 else 0, (single, double))
 
 
 def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
@@ -230,62 +252,56 @@ def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, i
 
 
 @triton.jit
-def staged_position(index, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
+def read(ptr, mask):
+    """Values in memory where ``mask`` holds, 0 elsewhere."""
+    return tl.load(ptr, mask=mask, other=0)
+
+
+@triton.jit
+def staged_position(index, LAYOUT: tl.constexpr):
     """Address of pixel ``index`` (counted without halos) in an image's staged buffer.
 
     64 bits wide, so that the compiler may add a move's offset inside the load instruction instead
     of keeping one address per move.
     """
-    inside = index % (H * W)
-    place = index // (H * W) * ((H + RR) * (W + RC)) + inside // W * (W + RC) + inside % W
+    inside = index % (LAYOUT.height * LAYOUT.width)
+    place = index // (LAYOUT.height * LAYOUT.width) * LAYOUT.plane
+    place = place + inside // LAYOUT.width * LAYOUT.pitch + inside % LAYOUT.width
     return place.to(tl.int64)
 
 
 @triton.jit
-def is_halo(place, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
+def is_halo(place, LAYOUT: tl.constexpr):
     """Whether a staged address (from ``-guard`` on) is no pixel."""
     ahead = tl.maximum(place, 0)
-    return (place < 0) | (ahead % ((H + RR) * (W + RC)) // (W + RC) >= H) | (ahead % (W + RC) >= W)
+    outside = (place < 0) | (ahead % LAYOUT.plane // LAYOUT.pitch >= LAYOUT.height)
+    return outside | (ahead % LAYOUT.pitch >= LAYOUT.width)
 
 
 @triton.jit
-def pixels(
-    one,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    RR: tl.constexpr,
-    RC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Pixel numbers of a program that holds a whole image, which of them exist, and their
-    addresses in the padded buffer.
+def pixels(one, LAYOUT: tl.constexpr):
+    """The :class:`Pixels` of a program that holds a whole image.
 
     ``one`` is a one the compiler cannot see: shifted loads are never aligned, so neighbouring
     threads should hold neighbouring pixels instead of four each.
     """
-    index = tl.arange(0, BLOCK) * one
-    real = index < C * H * W
-    if W + RC == _LINE and C * H * _LINE <= BLOCK:  # a row to each warp
+    index = tl.arange(0, LAYOUT.block) * one
+    real = index < LAYOUT.values
+    rows: tl.constexpr = LAYOUT.channels * LAYOUT.height
+    if LAYOUT.pitch == _LINE and rows * _LINE <= LAYOUT.block:  # a row to each warp
         row, column = index // _LINE, index % _LINE
-        real = (column < W) & (row < C * H)
-        index = row * W + column
-    return index, real, staged_position(tl.where(real, index, 0), H, W, RR, RC)
+        real = (column < LAYOUT.width) & (row < rows)
+        index = row * LAYOUT.width + column
+    return Pixels(index, real, staged_position(tl.where(real, index, 0), LAYOUT))
 
 
 @triton.jit
-def stage_halos(
-    ptr, one,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def stage_halos(ptr, one, LAYOUT: tl.constexpr):
     """Everything around an image that its stencil may touch: no mass there."""
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    GUARD: tl.constexpr = RR * (W + RC) + RC
-    lanes = tl.arange(0, BLOCK) * one
-    for first in tl.range(0, STAGED + GUARD, BLOCK):
-        spot = first + lanes - GUARD
-        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+    lanes = tl.arange(0, LAYOUT.block) * one
+    for first in tl.range(0, LAYOUT.staged + LAYOUT.halo, LAYOUT.block):
+        spot = first + lanes - LAYOUT.halo
+        halo = is_halo(spot, LAYOUT) & (spot < LAYOUT.staged)
         tl.store(ptr + spot, 0.0, mask=halo)
 
 
@@ -305,25 +321,25 @@ def extent(values, real):
 
 
 @triton.jit
-def ring_fees(fee_ptr, ENDS: tl.constexpr):
+def ring_fees(fee_ptr, LAYOUT: tl.constexpr):
     """The cost of each ring, as a tuple of scalars (of the first alone where rings are not
     kept)."""
     fees = (0.0,)
-    if len(ENDS) - 1 <= RINGS_KEPT:
-        for d in tl.static_range(1, len(ENDS) - 1):
-            fees = fees + (tl.load(fee_ptr + ENDS[d]),)
+    if len(LAYOUT.ends) - 1 <= RINGS_KEPT:
+        for d in tl.static_range(1, len(LAYOUT.ends) - 1):
+            fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)
     return fees
 
 
 @triton.jit
-def ring_sums(ptr, place, own, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+def ring_sums(ptr, place, own, LAYOUT: tl.constexpr):
     """For each ring, the sum of the staged values at its ends; ``own`` is the value at the
     centre."""
     rings = (own,)
-    for d in tl.static_range(1, len(ENDS) - 1):
+    for d in tl.static_range(1, len(LAYOUT.ends) - 1):
         total = tl.zeros_like(own)
-        for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-            total += tl.load(ptr + place + OFFSETS[k])
+        for k in tl.static_range(tl.constexpr(LAYOUT.ends[d]), tl.constexpr(LAYOUT.ends[d + 1])):
+            total += tl.load(ptr + place + LAYOUT.offsets[k])
         rings = rings + (total,)
     return rings
 
@@ -352,14 +368,16 @@ def ring_moments(rings, fees, psi):
 
 
 @triton.jit
-def table_moments(s_ptr, place, own, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
+def table_moments(s_ptr, place, own, psi, window, LAYOUT: tl.constexpr):
     """:func:`ring_moments` in one pass over the table of moves."""
     moving = tl.zeros_like(own)
     first = tl.zeros_like(own)
     second = tl.zeros_like(own)
-    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
-        fee = tl.load(fee_ptr + k)
-        weight = tl.load(s_ptr + place + tl.load(offset_ptr + k)) * tl.exp(-psi * fee)
+    for k in tl.range(
+        1, LAYOUT.ends[-1], loop_unroll_factor=UNROLL if LAYOUT.block <= ON_CHIP else 1
+    ):
+        fee = tl.load(window.fee + k)
+        weight = tl.load(s_ptr + place + tl.load(window.offset + k)) * tl.exp(-psi * fee)
         moving += weight
         first += fee * weight
         second += fee * fee * weight
@@ -370,17 +388,25 @@ def table_moments(s_ptr, place, own, psi, offset_ptr, fee_ptr, MOVES: tl.constex
     return mean, tl.maximum(second / total - mean * mean, 0.0), total, moving / total
 
 
-@triton.jit
-def solve_price(
-    x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, fees, offset_ptr, fee_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr,
-):  # fmt: skip
-    """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the
-    rows' moments there.
+class PriceSearch(NamedTuple):
+    """What a price is searched for: rows spend ``budget``, up to the relative ``tolerance``, after
+    at most ``steps`` Newton steps; nothing is computed if ``given_up``."""
 
-    Returns ``(psi, mean, norm, moved)``; with ``given_up`` nothing is computed.
+    budget: tl.tensor
+    tolerance: tl.tensor
+    steps: tl.tensor
+    given_up: tl.tensor
+
+
+@triton.jit
+def solve_price(x, own, psi, search, s_ptr, place, window, LAYOUT: tl.constexpr):
+    """The price at which rows ``x`` spend the budget of a :class:`PriceSearch`, and the rows'
+    moments there.
+
+    Returns ``(psi, mean, norm, moved)``.
     """
-    rings = ring_sums(s_ptr, place, own, ENDS, OFFSETS) if len(OFFSETS) > 0 else (own,)
+    steps = search.steps
+    rings = ring_sums(s_ptr, place, own, LAYOUT) if len(LAYOUT.offsets) > 0 else (own,)
     low = 0.0 * psi - 1.0  # in the precision of psi, which the loop keeps
     high = 0.0 * psi + float("inf")
     mean = tl.zeros_like(own)
@@ -388,17 +414,17 @@ def solve_price(
     norm = tl.full(own.shape, 1.0, own.dtype)
     # One counter, which jumps when the price is found: Triton's layout pass stumbles over a flag
     # that only ends a loop.
-    step = tl.where(given_up, steps + 1, 0)
+    step = tl.where(search.given_up, steps + 1, 0)
     while step <= steps:
-        if len(OFFSETS) > 0:
-            mean, variance, norm, moved = ring_moments(rings, fees, psi)
+        if len(LAYOUT.offsets) > 0:
+            mean, variance, norm, moved = ring_moments(rings, window.fees, psi)
         else:
-            mean, variance, norm, moved = table_moments(
-                s_ptr, place, own, psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1]
-            )
+            mean, variance, norm, moved = table_moments(s_ptr, place, own, psi, window, LAYOUT)
         if step < steps:
             cost, slope = sum_two(x * mean, x * variance)
-            psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, tolerance)
+            psi, low, high, done = newton_step(
+                psi, low, high, cost, slope, search.budget, search.tolerance
+            )
             step = tl.where(done, steps, step)
         step += 1
     return psi, mean, norm, moved

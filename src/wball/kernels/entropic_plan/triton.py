@@ -12,6 +12,8 @@ in float64. Sums over an image that are returned are float64.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,13 +31,17 @@ from wball.kernels.entropic_plan import (
     PlanRequest,
 )
 from wball.kernels.plan_rows import SPREAD
-from wball.kernels.triton_flows import flows, pair_costs, repair, stage
-from wball.kernels.triton_launch import kernel
+from wball.kernels.triton_flows import Box, RowPlan, flows, pair_costs, repair, stage
+from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     MAX_VALUES,
     RANGE,
+    Layout,
+    PriceSearch,
+    Window,
     extent,
     pixels,
+    read,
     ring_fees,
     solve_price,
     stage_halos,
@@ -67,68 +73,103 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     images = torch.empty((5, *x.shape), dtype=torch.float32, device=device)
     numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
     price = torch.empty(batch, dtype=torch.float32, device=device)
-    warm = request.psi is not None or request.q is not None
+    warm, paced = request.psi is not None or request.q is not None, request.kappa is not None
     psi, q = request.start() if warm else (price, images[1])  # programs that start cold ignore them
     lo, hi = box if box is not None else (0.0, float("inf"))
     slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
+    given = Given(
+        *map(aligned, (x, request.b, request.budget.to(torch.float64))),
+        aligned(request.kappa) if paced else numbers, aligned(psi), aligned(q), paced, warm,
+        Box(lo, hi, slack), request.moves.dearest, float(request.momentum),
+    )  # fmt: skip
     for exact in (False, True) if batch else ():  # the second solves what the first marks in `wide`
         staged = table.stage(2, batch, device, torch.float64 if exact else torch.float32)
         _plan_kernel[(batch,)](
-            x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64),
-            numbers if request.kappa is None else request.kappa, psi, q.contiguous(), images, numbers, price,
-            *staged, wide, table.offset, table.exact_fee if exact else table.fee, table.pair_offset, table.pair_fee,
-            1, batch, int(warm), int(request.kappa is not None), lo, hi, slack, request.moves.dearest,
-            request.sweeps if box is not None else 0, request.newton, float(request.momentum),
-            **table.constants(), PAIRS=table.pairs, BOX=box is not None, GIVES=lo > 0,
-            MOMENTUM=request.momentum > 0, EXACT=exact, BLOCK=table.block,
-            num_warps=warps(table.block), num_stages=1,
+            given, Written(images, numbers, price, wide), staged, table.tables[exact],
+            1, request.sweeps if box is not None else 0, request.newton,
+            CASE=Case(table.layout, table.pairs, box is not None, lo > 0, request.momentum > 0, exact),
+            num_warps=warps(table.layout.block), num_stages=1,
         )  # fmt: skip
         del staged  # before the second launch has its own
     z, *described = images.unbind()
     return EntropicPlan(z, *numbers.unbind(), price, *described)
 
 
-@kernel("one", "batch", "warm", "paced", "dearest", "sweeps", "newton", "momentum")
-def _plan_kernel(
-    x_ptr, b_ptr, budget_ptr, kappa_ptr, psi_ptr, q_ptr,
-    images_out, numbers_out, psi_out,
-    s_ptr, t_ptr, wide_ptr,
-    offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
-    one, batch, warm, paced, lo, hi, slack, dearest, sweeps, newton, momentum,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, GIVES: tl.constexpr, MOMENTUM: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    N: tl.constexpr = C * H * W
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+class Given(NamedTuple):
+    """A request: images, and numbers per image. ``kappa`` counts if ``paced``, ``psi`` and ``q`` if
+    ``warm``."""
+
+    x: Tensor
+    b: Tensor
+    budget: Tensor
+    kappa: Tensor
+    psi: Tensor
+    q: Tensor
+    paced: bool
+    warm: bool
+    box: Box
+    dearest: float
+    momentum: float
+
+
+class Written(NamedTuple):
+    """The answer: five images (point, ``q``, ``keep``, ``give``, chosen potentials), four numbers
+    per image (two costs, scale, ``kappa``), the price, and which images are too wide for
+    float32."""
+
+    images: Tensor
+    numbers: Tensor
+    psi: Tensor
+    wide: Tensor
+
+
+class Case(NamedTuple):
+    """What the program is compiled for: images and moves, the number of pairs of opposite moves,
+    whether there is a box with or without a lower bound above 0, and momentum, and whether
+    arithmetic is float64."""
+
+    layout: Layout
+    pairs: int
+    box: bool
+    gives: bool
+    momentum: bool
+    exact: bool
+
+
+@kernel
+def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.constexpr):
+    LAYOUT: tl.constexpr = CASE.layout
+    EXACT: tl.constexpr = CASE.exact
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     image = tl.program_id(0).to(tl.int64)
     if EXACT:  # noqa: SIM102, decided when compiling
-        if tl.load(wide_ptr + image) == 0:
+        if tl.load(out.wide + image) == 0:
             return
-    index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
-    here = image * N + index
-    b = tl.load(b_ptr + here, mask=real, other=0.0)
+    at = pixels(one, LAYOUT)
+    index, real, place = at
+    here = image * LAYOUT.values + index
+    b = read(given.b + here, real)
     highest = tl.max(tl.where(real, b, float("-inf")), 0)
     b = tl.maximum(b, highest - _SPREAD).to(REAL)
-    q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(REAL), 0.0)
+    q = tl.where(given.warm, read(given.q + here, real).to(REAL), 0.0)
     if not EXACT:
         top, bottom = extent(b + q, real)
         if top - bottom > _RANGE:
-            tl.store(wide_ptr + image, 1)
+            tl.store(out.wide + image, 1)
             return
-    s_ptr += image * STAGED
-    t_ptr += image * STAGED
-    stage_halos(s_ptr, one, C, H, W, RR, RC, BLOCK)
-    stage_halos(t_ptr, one, C, H, W, RR, RC, BLOCK)
-    x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
-    budget = tl.load(budget_ptr + image)
-    kappa = tl.where(paced > 0, tl.load(kappa_ptr + image), 1.0)
+    s_ptr = staged[0] + image * LAYOUT.staged
+    t_ptr = staged[1] + image * LAYOUT.staged
+    stage_halos(s_ptr, one, LAYOUT)
+    stage_halos(t_ptr, one, LAYOUT)
+    x = read(given.x + here, real).to(REAL)
+    budget = tl.load(given.budget + image)
+    kappa = tl.where(given.paced, tl.load(given.kappa + image), 1.0)
     spend = (budget * kappa).to(REAL)
     before = q
-    psi = tl.where(warm > 0, tl.load(psi_ptr + image).to(REAL), _COLD_PRICE)
-    fees = ring_fees(fee_ptr, ENDS)
+    psi = tl.where(given.warm, tl.load(given.psi + image).to(REAL), _COLD_PRICE)
+    window = Window(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
+    lo, hi, slack = given.box
 
     # s and t are the column and row terms of a move.
     s = b + q
@@ -144,22 +185,22 @@ def _plan_kernel(
         s = tl.where(real, tl.exp(b + q - top), 1.0)
         stage(s_ptr, place, s, real)
         psi, _, norm, moved = solve_price(
-            x, s, psi, spend, _COST_TOL, newton, wide,
-            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS,
-        )  # fmt: skip
+            x, s, psi, PriceSearch(spend, _COST_TOL, newton, wide), s_ptr, place, window, LAYOUT
+        )
         t = x / norm
         sent = x * moved
         stage(t_ptr, place, t, real)
-        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
+        received = flows(t_ptr, place, s, -1, psi, window, LAYOUT)
         sweep += 1
-        if BOX:  # noqa: SIM102, decided when compiling
+        if CASE.box:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
                 z = tl.maximum(t * s + received, 1e-12)
                 shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
                 still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
-                if MOMENTUM:
-                    ahead = tl.where(sweep < sweeps, _ahead(q, shift, before, momentum), shift)
+                if CASE.momentum:
+                    ahead = _ahead(q, shift, before, given.momentum)
+                    ahead = tl.where(sweep < sweeps, ahead, shift)
                     before = shift
                     q = ahead
                 else:
@@ -167,21 +208,20 @@ def _plan_kernel(
                 if still:
                     sweep = sweeps + 1
     if not EXACT:
-        tl.store(wide_ptr + image, wide.to(tl.int32))
-    keep, give, sent, arrived = repair(
-        x, s, t, sent, received, s_ptr, place, real, psi, fees,
-        offset_ptr, fee_ptr, lo, hi, tl.where(wide, float("inf"), slack), ENDS, OFFSETS, GIVES,
-    )  # fmt: skip
+        tl.store(out.wide + image, wide.to(tl.int32))
+    plan, box = (
+        RowPlan(x, s, t, psi, sent, received),
+        Box(lo, hi, tl.where(wide, float("inf"), slack)),
+    )
+    keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
     stage(s_ptr, place, s * keep, real)
     stage(t_ptr, place, t * give, real)
-    cost, net = pair_costs(
-        s_ptr, t_ptr, place, s * keep, t * give, psi, pair_offset_ptr, pair_fee_ptr, PAIRS
-    )
+    cost, net = pair_costs(s_ptr, t_ptr, place, s * keep, t * give, psi, table, CASE.pairs)
     cost = tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0)
     net = tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0)
 
     chosen = b + q
-    size = tl.max(tl.where(real, tl.abs(chosen), 0.0), 0) + psi * dearest
+    size = tl.max(tl.where(real, tl.abs(chosen), 0.0), 0) + psi * given.dearest
     room = tl.maximum(budget, 0.0) * (1.0 - tl.minimum(size.to(tl.float64) * _DOUBT, 0.5))
     change = tl.where(real, tl.minimum(tl.maximum(x + (arrived - sent), lo), hi) - x, 0.0)
     finite = (net < float("inf")) & (tl.sum(change, 0) == tl.sum(change, 0))
@@ -189,19 +229,20 @@ def _plan_kernel(
     pace = tl.minimum(tl.maximum(affords, _PACE[0]), _PACE[1])
     kappa = kappa * tl.exp(tl.log(pace) * _PACING)
     scale = tl.minimum(affords, 1.0)
-    change *= _balance(change, index // (H * W), C)
+    change *= _balance(change, index // (LAYOUT.height * LAYOUT.width), LAYOUT.channels)
     change = tl.where(finite, scale.to(REAL) * change, 0.0)
-    plane = batch.to(tl.int64) * N
-    tl.store(images_out + here, tl.minimum(tl.maximum(x + change, lo), hi), mask=real)
-    tl.store(images_out + plane + here, q, mask=real)
-    tl.store(images_out + 2 * plane + here, keep, mask=real)
-    tl.store(images_out + 3 * plane + here, give, mask=real)
-    tl.store(images_out + 4 * plane + here, chosen, mask=real)
-    tl.store(psi_out + image, psi)
-    tl.store(numbers_out + image, cost)
-    tl.store(numbers_out + batch + image, tl.where(finite, net, 0.0))
-    tl.store(numbers_out + 2 * batch + image, scale)
-    tl.store(numbers_out + 3 * batch + image, tl.minimum(tl.maximum(kappa, _KAPPA[0]), _KAPPA[1]))
+    batch = tl.num_programs(0)
+    plane = batch.to(tl.int64) * LAYOUT.values
+    tl.store(out.images + here, tl.minimum(tl.maximum(x + change, lo), hi), mask=real)
+    tl.store(out.images + plane + here, q, mask=real)
+    tl.store(out.images + 2 * plane + here, keep, mask=real)
+    tl.store(out.images + 3 * plane + here, give, mask=real)
+    tl.store(out.images + 4 * plane + here, chosen, mask=real)
+    tl.store(out.psi + image, psi)
+    tl.store(out.numbers + image, cost)
+    tl.store(out.numbers + batch + image, tl.where(finite, net, 0.0))
+    tl.store(out.numbers + 2 * batch + image, scale)
+    tl.store(out.numbers + 3 * batch + image, tl.minimum(tl.maximum(kappa, _KAPPA[0]), _KAPPA[1]))
 
 
 @triton.jit

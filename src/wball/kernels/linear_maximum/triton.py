@@ -11,6 +11,7 @@ last bracket; torch makes these.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +21,8 @@ from torch import Tensor
 from wball.cost import Moves, StencilMoves
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.linear_maximum.reference import best_plan, mixed_plan
-from wball.kernels.triton_launch import kernel
-from wball.kernels.triton_stencil import MAX_VALUES, ring_fees, stencil, sum_two, too_large
+from wball.kernels.triton_launch import aligned, kernel
+from wball.kernels.triton_stencil import MAX_VALUES, read, ring_fees, stencil, sum_two, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
 
 _FLAT = tl.constexpr(FLAT[torch.float32])
@@ -45,20 +46,19 @@ def linear_maximum(
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     table = stencil(moves, a)
-    rows, device = a.shape[0], a.device
-    # the price, and the low and the high end of its bracket
-    prices = torch.empty((3, rows), dtype=torch.float32, device=device)
-    upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device).unbind()
-    n_iter = torch.empty(rows, dtype=torch.int32, device=device)
-    channels, height, width = table.shape
+    layout, rows, device = table.layout, a.shape[0], a.device
+    found = Found(
+        torch.empty((3, rows), dtype=torch.float32, device=device),
+        torch.empty((2, rows), dtype=torch.float64, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    )
     if rows:
+        given = Given(*map(aligned, (a, x, budget.to(torch.float64))))
         _support_kernel[(rows,)](
-            a.contiguous(), x.contiguous(), budget.to(torch.float64), *prices.unbind(), upper, cost, n_iter,
-            table.fee, _steps(moves, device), 1, max_iter,
-            C=channels, H=height, W=width, ENDS=table.ends, BLOCK=table.block,
-            num_warps=min(32, max(4, table.block // 128)), num_stages=1,
+            given, found, (table.tables[0].fee, _steps(moves, device)), 1, max_iter, LAYOUT=layout,
+            num_warps=min(32, max(4, layout.block // 128)), num_stages=1,
         )  # fmt: skip
-    psi, low, high = prices.unbind()
+    (psi, low, high), (upper, cost) = found.prices.unbind(), found.sums.unbind()
     z = None
     if point:
         # torch rounds scores differently: ends this far apart lie on both sides of the kink for it,
@@ -66,7 +66,7 @@ def linear_maximum(
         low, high = low * (1 - CLOSE), high * (1 + CLOSE)
         dear, cheap = (best_plan(a.float(), x.float(), moves.like(psi), end) for end in (low, high))
         z = mixed_plan(dear, cheap, budget.to(torch.float64).clamp(min=0.0)).columns()
-    return LinearMaximum(psi, upper, cost, z, n_iter.long())
+    return LinearMaximum(psi, upper, cost, z, found.n_iter.long())
 
 
 @lru_cache(maxsize=64)
@@ -89,27 +89,42 @@ def _at(rings, fees, x, psi, budget):
     return value + psi.to(tl.float64) * budget, cost
 
 
-@kernel("one", "max_iter")
-def _support_kernel(
-    a_ptr, x_ptr, budget_ptr, psi_out, low_out, high_out, upper_out, cost_out, n_iter_out,
-    fee_ptr, step_ptr, one, max_iter,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    N: tl.constexpr = C * H * W
+class Given(NamedTuple):
+    """Functions, images and budgets."""
+
+    a: Tensor
+    x: Tensor
+    budget: Tensor
+
+
+class Found(NamedTuple):
+    """Per row: the best price and both ends of its bracket, maximum and cost, evaluations."""
+
+    prices: Tensor
+    sums: Tensor
+    n_iter: Tensor
+
+
+@kernel
+def _support_kernel(given, out, table, one, max_iter, LAYOUT: tl.constexpr):
+    H: tl.constexpr = LAYOUT.height
+    W: tl.constexpr = LAYOUT.width
+    N: tl.constexpr = LAYOUT.values
+    fee_ptr, step_ptr = table
     n = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK) * one  # one pixel a thread, not four: see triton_stencil.pixels
+    index = tl.arange(0, LAYOUT.block) * one  # one pixel a thread: see triton_stencil.pixels
     real = index < N
     row, column = index % (H * W) // W, index % W
-    a_ptr += n * N
-    a = tl.load(a_ptr + index, mask=real, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + n * N + index, mask=real, other=0.0).to(tl.float32)
-    budget = tl.maximum(tl.load(budget_ptr + n), 0.0)
+    a_ptr = given.a + n * N
+    a = read(a_ptr + index, real).to(tl.float32)
+    x = read(given.x + n * N + index, real).to(tl.float32)
+    budget = tl.maximum(tl.load(given.budget + n), 0.0)
 
-    fees = ring_fees(fee_ptr, ENDS)
+    fees = ring_fees(fee_ptr, LAYOUT)
     rings = (a,)
-    for d in tl.static_range(1, len(ENDS) - 1):
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        for k in tl.range(ENDS[d], ENDS[d + 1]):
+    for d in tl.static_range(1, len(LAYOUT.ends) - 1):
+        best = tl.full(a.shape, float("-inf"), tl.float32)
+        for k in tl.range(LAYOUT.ends[d], LAYOUT.ends[d + 1]):
             r, c = row + tl.load(step_ptr + 2 * k), column + tl.load(step_ptr + 2 * k + 1)
             inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
             shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
@@ -120,7 +135,7 @@ def _support_kernel(
         rings = rings + (best,)
 
     # Above the steepest gain per unit of cost, all mass stays.
-    steepest = tl.zeros([BLOCK], tl.float32)
+    steepest = tl.zeros_like(a)
     for d in tl.static_range(1, len(rings)):
         gain = tl.where(x > 0.0, (rings[d] - a) / tl.where(fees[d] > 0.0, fees[d], 1.0), 0.0)
         gain = tl.where(fees[d] > 0.0, gain, 0.0)
@@ -156,9 +171,10 @@ def _support_kernel(
         settled = tl.where(tangent_step, flat, False) | (high_psi - low_psi <= 4.8e-7 * high_psi)
         steps += 1
     at_low = low_value <= high_value
-    tl.store(psi_out + n, tl.where(at_low, low_psi, high_psi))
-    tl.store(low_out + n, low_psi)
-    tl.store(high_out + n, high_psi)
-    tl.store(upper_out + n, tl.where(at_low, low_value, high_value))
-    tl.store(cost_out + n, tl.where(at_low, low_cost, high_cost))
-    tl.store(n_iter_out + n, steps)
+    count = tl.num_programs(0)
+    tl.store(out.prices + n, tl.where(at_low, low_psi, high_psi))
+    tl.store(out.prices + count + n, low_psi)
+    tl.store(out.prices + 2 * count + n, high_psi)
+    tl.store(out.sums + n, tl.where(at_low, low_value, high_value))
+    tl.store(out.sums + count + n, tl.where(at_low, low_cost, high_cost))
+    tl.store(out.n_iter + n, steps)

@@ -14,6 +14,7 @@ images: a few more sweeps, then point, plan, cost and gap of the same numbers, t
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,16 +41,20 @@ from wball.kernels.projected_sinkhorn import (
     ProjectedSinkhorn,
     Projection,
 )
-from wball.kernels.triton_flows import flows, repair, stage
-from wball.kernels.triton_launch import kernel
+from wball.kernels.triton_flows import Box, RowPlan, flows, repair, stage
+from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     EXACT_RANGE,
     INTERPRETED,
     MAX_ON_CHIP,
     MAX_VALUES,
     RANGE,
+    Layout,
+    PriceSearch,
+    Window,
     extent,
     pixels,
+    read,
     ring_fees,
     solve_price,
     stage_halos,
@@ -92,51 +97,54 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    x, tau, tol = problem.x.contiguous(), problem.tau, problem.tol
+    x, tol = aligned(problem.x), problem.tol
     table = stencil(problem.moves, x)
-    batch, device = x.shape[0], x.device
+    layout, batch, device = table.layout, x.shape[0], x.device
     lo, hi = problem.ends
     doubly = problem.factors or x.dtype == torch.float64
     gives = lo > 0  # rows keep what they have otherwise
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
-    z, u_out = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=out)
     keep = torch.empty_like(x, dtype=work)
-    give = torch.empty_like(keep) if gives else keep  # not touched
-    # objective, gap, allowed gap, cost, residual, scale of what moves
-    numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
-    psi_out = torch.empty(batch, dtype=work, device=device)
-    n_iter = torch.empty(batch, dtype=torch.int64, device=device)
-    wide = torch.empty(batch, dtype=torch.int32, device=device)
-    w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
-    first, psi = problem.start()
-    start = (first.contiguous(), psi)
-    del first  # only the first launch needs it
-    memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
-    recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
+    found = Found(
+        z=torch.empty_like(x, dtype=out),
+        u=torch.empty_like(x, dtype=out),
+        psi=torch.empty(batch, dtype=work, device=device),
+        keep=keep,
+        give=torch.empty_like(keep) if gives else keep,  # not touched
+        numbers=torch.empty((6, batch), dtype=torch.float64, device=device),
+        n_iter=torch.empty(batch, dtype=torch.int64, device=device),
+        wide=torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    rows = torch.empty((batch, ROWS, layout.values), dtype=torch.bfloat16, device=device)
+    change = torch.empty((batch, layout.values), dtype=torch.float32, device=device)
+    given = (x, problem.w, problem.budget.to(torch.float64), problem.tau, *problem.start())
+    given, bounds = Given(*map(aligned, given)), _bounds((lo, hi), device)
     for exact in (False, True) if batch else ():
         (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
-        slack = EXACT_SLACK if exact and doubly else SLACK
+        slack = (EXACT_SLACK if exact and doubly else SLACK) * problem.unit
+        limits = Limits(bounds, slack, tol if exact else max(tol, RESOLVED), MARGIN * tol)
+        in_code = not exact or layout.block <= FEW
         _projection_kernel[(batch,)](
-            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
-            staged, wide, memory, recent, table.offset, table.exact_fee if exact else table.fee,
-            _limits((lo, hi), device), 1, slack * problem.unit, tol if exact else max(tol, RESOLVED), MARGIN * tol,
-            problem.max_iter, batch, **table.constants(offsets=not exact or table.block <= FEW),
-            GIVES=gives, EXACT=exact, EVERY=doubly, WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
-            num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
+            given, (found, Scratch(staged, rows, change)), table.tables[exact], limits, 1, problem.max_iter, batch,
+            CASE=Case(
+                layout if in_code else layout._replace(offsets=()),
+                gives, exact, doubly, EXACT_RANGE if exact else RANGE,
+            ),
+            num_warps=8 if exact and 2048 < layout.block <= MAX_ON_CHIP else warps(layout.block), num_stages=1,
         )  # fmt: skip
-        start = (u_out, psi_out)
+        given = given._replace(u=found.u, psi=found.psi)  # only the first launch needs its own
         del staged  # before the second launch has its own
-    objective, gap, allowed, cost, residual, scale = numbers.unbind()
+    objective, gap, allowed, cost, residual, scale = found.numbers.unbind()
     plan = (None, None)
     if problem.factors:
-        plan = keep, give if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
+        plan = keep, found.give if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
     return ProjectedSinkhorn(
-        z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter, *plan
+        found.z, cost, found.u, found.psi, objective, gap, allowed, residual, found.n_iter, *plan
     )
 
 
 @lru_cache(maxsize=16)
-def _limits(box: tuple[float, float], device: torch.device) -> Tensor:
+def _bounds(box: tuple[float, float], device: torch.device) -> Tensor:
     """The box in float64: a number that is handed to a kernel is rounded to float32."""
     return torch.tensor(box, dtype=torch.float64).to(device)
 
@@ -197,55 +205,112 @@ def _misfit(w, u, z, lo, hi):
     return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
 
 
-@kernel("one", "max_iter", "batch", "tol", "margin_tol")
-def _projection_kernel(
-    x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
-    z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
-    s_ptr, wide_ptr, memory_ptr, recent_ptr,
-    offset_ptr, fee_ptr,
-    box_ptr, one, slack, tol, margin_tol, max_iter, batch,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, GIVES: tl.constexpr, EXACT: tl.constexpr, EVERY: tl.constexpr,
-    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    N: tl.constexpr = C * H * W
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+class Given(NamedTuple):
+    """A problem: images, a number per image, and ``lo`` and ``hi`` in float64."""
+
+    x: Tensor
+    w: Tensor
+    budget: Tensor
+    tau: Tensor
+    u: Tensor
+    psi: Tensor
+
+
+class Limits(NamedTuple):
+    """Mass that may remain outside the box, the tolerance, and the part of it that full columns may
+    use."""
+
+    box: Tensor
+    slack: float
+    tol: float
+    margin_tol: float
+
+
+class Found(NamedTuple):
+    """The answer: images, numbers per image (objective, gap, allowed gap, cost, residual, scale of
+    what moves), and which images are too wide for float32."""
+
+    z: Tensor
+    u: Tensor
+    psi: Tensor
+    keep: Tensor
+    give: Tensor
+    numbers: Tensor
+    n_iter: Tensor
+    wide: Tensor
+
+
+class Scratch(NamedTuple):
+    """Buffers of a launch: what neighbours see, :data:`ROWS` images of earlier sweeps, and the
+    change of the last sweep."""
+
+    staged: Tensor
+    rows: Tensor
+    change: Tensor
+
+
+class Memory(NamedTuple):
+    """What is remembered of earlier sweeps: :data:`ROWS` images, the change of the last sweep, and
+    where it ended."""
+
+    rows: tl.tensor
+    change: tl.tensor
+    end: tl.tensor
+
+
+class Case(NamedTuple):
+    """What the program is compiled for: images and moves, whether rows may give less, whether
+    arithmetic is float64, whether every image then continues, and the widest range of
+    potentials."""
+
+    layout: Layout
+    gives: bool
+    exact: bool
+    every: bool
+    widest: float
+
+
+@kernel
+def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE: tl.constexpr):
+    LAYOUT: tl.constexpr = CASE.layout
+    N: tl.constexpr = LAYOUT.values
+    EXACT: tl.constexpr = CASE.exact
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     RESOLUTION: tl.constexpr = _RESOLUTION * (2.0**-52 if EXACT else 2.0**-23)
+    out, scratch = written
+    tol, margin_tol = limits.tol, limits.margin_tol
     image = tl.program_id(0).to(tl.int64)
-    if EXACT and not EVERY:  # noqa: SIM102, decided when compiling
-        if tl.load(wide_ptr + image) == 0:
+    if EXACT and not CASE.every:  # noqa: SIM102, decided when compiling
+        if tl.load(out.wide + image) == 0:
             return
-    index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
+    at = pixels(one, LAYOUT)
+    index, real, place = at
     here = image * N + index
-    s_ptr += image * STAGED
-    keep_out += image * N
-    if GIVES:
-        give_out += image * N
-    memory_ptr += image * (_ROWS * N)
-    recent_ptr += image * N
-    stage_halos(s_ptr, one, C, H, W, RR, RC, BLOCK)
-    x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
-    w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
-    u = tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
-    budget_exact = tl.load(budget_ptr + image)
+    s_ptr = scratch.staged + image * LAYOUT.staged
+    keep_ptr, give_ptr = out.keep + image * N, out.give + image * N
+    rows_ptr, change_ptr = scratch.rows + image * (_ROWS * N), scratch.change + image * N
+    stage_halos(s_ptr, one, LAYOUT)
+    x = read(given.x + here, real).to(REAL)
+    w = read(given.w + here, real).to(REAL)
+    u = read(given.u + here, real).to(REAL)
+    budget_exact = tl.load(given.budget + image)
     budget = budget_exact.to(REAL)
-    psi = tl.load(psi_ptr + image).to(REAL)
+    psi = tl.load(given.psi + image).to(REAL)
     single = (budget <= 0.0) | (tl.sum(x, 0) <= 0.0)
-    tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(REAL))
-    lo = tl.load(box_ptr).to(REAL)
-    hi = tl.load(box_ptr + 1).to(REAL)
+    tau = tl.where(single, 1.0, tl.load(given.tau + image).to(REAL))
+    lo = tl.load(limits.box).to(REAL)
+    hi = tl.load(limits.box + 1).to(REAL)
     at_centre = _total(0.5 * (w - x) * (w - x), real)
     mass = _total(x, real).to(REAL)
-    at_rest = tl.load(tau_ptr + image).to(tl.float64) * _total(
+    at_rest = tl.load(given.tau + image).to(tl.float64) * _total(
         _x_log_y(x, x / tl.maximum(mass, 1.2e-38)), real
     )
-    fees = ring_fees(fee_ptr, ENDS)
+    window = Window(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
     log_tau = tl.log(tau)
 
     beta = u / tau
     price = psi / tau
-    begun = tl.load(n_iter_out + image) if EXACT else 0
+    begun = tl.load(out.n_iter + image) if EXACT else 0
     n_iter = 0
     offers = 0
     target = tl.maximum(tol * _FIRST - margin_tol, tol * _LEAST)
@@ -258,24 +323,24 @@ def _projection_kernel(
     bold = 0.0 * psi + 1.0
     while (n_iter < max_iter) & (done == False):
         # Rows and price, for potentials as they are stored.
-        beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
+        beta = (tau * beta).to(out.u.dtype.element_ty).to(REAL) / tau if EXACT else beta
         top, bottom = extent(beta, real)
-        wide = top - bottom > WIDEST
+        wide = top - bottom > CASE.widest
         if EXACT:
-            beta = tl.maximum(beta, top - WIDEST)
+            beta = tl.maximum(beta, top - CASE.widest)
         s = tl.where(real, tl.exp(beta - top), 1.0)
         stage(s_ptr, place, s, real)
         worth = tl.maximum(tau * price * budget, 1.2e-38)
         miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, RESOLUTION), _PSI_TOL)
         given_up = False if EXACT else wide
         price, mean, norm, moved = solve_price(
-            x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), given_up,
-            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS,
+            x, s, price, PriceSearch(budget, miss, tl.where(n_iter == 0, 12, 3), given_up),
+            s_ptr, place, window, LAYOUT,
         )  # fmt: skip
         t = x / norm
         log_sum = tl.log(norm) + top
         stage(s_ptr, place, t, real)
-        received = flows(s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS)
+        received = flows(s_ptr, place, s, -1, price, window, LAYOUT)
 
         # Columns. What a pixel gains is small: so far from the box it is known better than the
         # column itself.
@@ -325,13 +390,11 @@ def _projection_kernel(
         if given_up:
             done = True
         elif (estimate <= target * scale) | last:
-            keep, give, sent, arrived = repair(
-                x, s, t, x * moved, received, s_ptr, place, real, price, fees,
-                offset_ptr, fee_ptr, lo, hi, slack, ENDS, OFFSETS, GIVES,
-            )  # fmt: skip
+            plan, box = RowPlan(x, s, t, price, x * moved, received), Box(lo, hi, limits.slack)
+            keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
             # Within the budget.
             stage(s_ptr, place, s * keep, real)
-            paid = flows(s_ptr, place, t, 1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
+            paid = flows(s_ptr, place, t, 1, price, window, LAYOUT, True)
             spent = _total(give * paid, real)
             shrink = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
             spent *= shrink
@@ -358,33 +421,31 @@ def _projection_kernel(
             allowed = tol * tl.maximum(distance_exact, _PARTS * (distance_exact - entropy_exact))
             allowed += tol * tol * at_centre
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
-            tl.store(z_out + here, z, mask=real)
-            tl.store(keep_out + index, keep, mask=real)
-            if GIVES:
-                tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
+            tl.store(out.z + here, z, mask=real)
+            tl.store(keep_ptr + index, keep, mask=real)
+            if CASE.gives:
+                tl.store(give_ptr + index, shrink.to(REAL) * give, mask=real)
             objective = distance_exact + entropy_exact + at_rest
-            _note(numbers_out + image, batch, objective, gap, allowed, spent, residual, shrink)
+            _note(out.numbers + image, batch, objective, gap, allowed, spent, residual, shrink)
             offers += 1
             done = (gap <= allowed) | (offers == _ROUNDS) | last
             target = tl.maximum(0.5 * target, tol * _LEAST)
         trusted = (n_iter > 1) & (misled == False)
-        following, sizes = _conjugate(
-            memory_ptr, recent_ptr, u_out + image * N, index, real,
-            beta, new, resists, n_iter, sizes, trusted, N,
-        )  # fmt: skip
+        memory = Memory(rows_ptr, change_ptr, out.u + image * N)
+        following, sizes = _conjugate(memory, at, (beta, new, resists), n_iter, sizes, trusted, N)
         beta = tl.where(done, beta, following)
     if not EXACT:
-        tl.store(wide_ptr + image, wide.to(tl.int32))
+        tl.store(out.wide + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
-    tl.store(n_iter_out + image, begun + n_iter)
-    tl.store(u_out + here, tau * beta, mask=real)  # of a single point: tau is 1
-    tl.store(psi_out + image, tau * price)
+    tl.store(out.n_iter + image, begun + n_iter)
+    tl.store(out.u + here, tau * beta, mask=real)  # of a single point: tau is 1
+    tl.store(out.psi + image, tau * price)
     if single:
-        tl.store(z_out + here, x, mask=real)
-        tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
-        if GIVES:
-            tl.store(give_out + index, tl.zeros([BLOCK], REAL), mask=real)
-        _note(numbers_out + image, batch, at_centre + at_rest, 0.0, tol * at_centre, 0.0, 0.0, 0.0)
+        tl.store(out.z + here, x, mask=real)
+        tl.store(keep_ptr + index, tl.full(x.shape, 1.0, REAL), mask=real)
+        if CASE.gives:
+            tl.store(give_ptr + index, tl.zeros_like(x), mask=real)
+        _note(out.numbers + image, batch, at_centre + at_rest, 0.0, tol * at_centre, 0.0, 0.0, 0.0)
 
 
 @triton.jit
@@ -411,9 +472,7 @@ def _products(metric, f, d0, d1, d2, d3):
 @triton.jit
 def _row(ptr, row, index, real, size, N: tl.constexpr):
     """A row of the memory; 0 where nothing is remembered, which has no size."""
-    return tl.where(
-        size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0).to(tl.float32), 0.0
-    )
+    return tl.where(size > 0.0, read(ptr + row * N + index, real).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -422,34 +481,24 @@ def _part(product, size):
 
 
 @triton.jit
-def _conjugate(
-    ptr,
-    recent_ptr,
-    end_ptr,
-    index,
-    real,
-    beta,
-    new,
-    resistance,
-    step,
-    sizes,
-    remember,
-    N: tl.constexpr,
-):
+def _conjugate(memory, at, sweep, step, sizes, remember, N: tl.constexpr):
     """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest
     first.
 
-    Nothing is unless told to ``remember``.
+    ``sweep`` is where this one started and ended, and the metric. Nothing is remembered unless told
+    to ``remember``.
     """
+    beta, new, resistance = sweep
+    index, real, ptr = at.index, at.real, memory.rows
     change = tl.where(real, new - beta, 0.0)
     following = new
     size1, size2, size3 = sizes
     nothing = 0.0 * size1
     slot = step % _REMEMBERED  # of the oldest, which is replaced
     if remember:
-        metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
-        d0 = change - tl.load(recent_ptr + index, mask=real, other=0.0)
-        s0 = tl.where(real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(new.dtype), 0.0)
+        metric = read(ptr + index, real).to(tl.float32)
+        d0 = change - read(memory.change + index, real)
+        s0 = tl.where(real, new - read(memory.end + index, real).to(new.dtype), 0.0)
         one, two, three = (
             1 + (slot + _REMEMBERED - 1) % _REMEMBERED,
             1 + (slot + 1) % _REMEMBERED,
@@ -489,8 +538,8 @@ def _conjugate(
     else:
         size1, size2, size3 = nothing, nothing, nothing
         tl.store(ptr + index, resistance.to(tl.bfloat16), mask=real)
-    tl.store(recent_ptr + index, change, mask=real)
-    tl.store(end_ptr + index, new, mask=real)
+    tl.store(memory.change + index, change, mask=real)
+    tl.store(memory.end + index, new, mask=real)
     return following, (size1, size2, size3)
 
 

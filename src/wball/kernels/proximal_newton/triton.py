@@ -25,6 +25,7 @@ gradients.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,20 +46,26 @@ from wball.kernels.proximal_newton.triton_dual import (
     TARGET,
     TOLL,
     TRIAL,
+    Case,
     D,
+    Limits,
+    Listed,
     Q,
     S,
+    Table,
     U,
+    Work,
     column,
     evaluate,
     owned,
     tables,
 )  # fmt: skip
-from wball.kernels.proximal_newton.triton_repair import repair
-from wball.kernels.triton_launch import kernel
+from wball.kernels.proximal_newton.triton_repair import WrittenPlan, repair
+from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     MAX_VALUES,
     is_halo,
+    read,
     staged_position,
     stencil,
     sum_two,
@@ -103,35 +110,34 @@ def proximal_newton(
     nothing."""
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
+    layout, count = table.layout, len(moves)
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     if batch == 0:
         return n_iter
-    size = table.guard + batch * BUFFERS.value * table.staged
-    scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
-    bits = torch.int32 if len(moves) < 32 else torch.int64
-    marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
-    lists = torch.empty((batch, 2 * len(moves) * table.staged), dtype=torch.int16, device=device)
-    centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
-    is_listed = table.block <= MAX_LISTED
-    listed = torch.empty(
-        (batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device
+    listed = layout.block <= MAX_LISTED
+    size = table.guard + batch * BUFFERS.value * layout.staged
+    bits = torch.int32 if count < 32 else torch.int64
+    scratch = Scratch(
+        torch.empty(size, dtype=torch.float64, device=device)[table.guard :],
+        torch.empty((batch, 2, layout.staged + table.guard), dtype=bits, device=device),
+        torch.empty((batch, 2 * count * layout.staged), dtype=torch.int16, device=device),
+        torch.empty((batch, 2, layout.values) if listed else 1, dtype=torch.int32, device=device),
+        torch.empty((batch, count, layout.staged), dtype=torch.float32, device=device),
     )
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a
     # number.
     lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
-    terms = budget, tolerance.floor, tolerance.offset
-    channels, height, width = table.shape
-    block = table.block
+    common = _numbers(lo, columns.hi, tolerance.tol, device)
+    given = (x, columns.target, start, common, budget, tolerance.floor, tolerance.offset)
     _solve_kernel[(batch,)](
-        x.contiguous(), columns.target.contiguous(), start.contiguous(),
-        _numbers(lo, columns.hi, tolerance.tol, device), *(term.contiguous() for term in terms),
-        best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter,
-        scratch, marks, lists, listed, centre, table.offset, *_tables(moves, device),
-        1, max_iter, int(warm),
-        C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
-        LOWER=columns.lo > 0, LINEAR=columns.linear, LISTED=is_listed, BLOCK=block,
-        TILE=block // 2 if is_listed else TILE,
-        num_warps=warps(block), num_stages=1,
+        Given(*map(aligned, given)),
+        Found(best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter),
+        scratch, Table(table.tables[1].offset, *_tables(moves, device)), 1, max_iter, int(warm),
+        CASE=Case(
+            layout._replace(offsets=()), count, columns.lo > 0, columns.linear, listed,
+            layout.block // 2 if listed else TILE,
+        ),
+        num_warps=warps(layout.block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
     return n_iter
@@ -174,9 +180,9 @@ def _priced(psi, step):
 @triton.jit
 def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
     """Which moves into each pixel are marked at the pixel where they start."""
-    bits = tl.load(mark_ptr + place, mask=real, other=0) & 1
+    bits = read(mark_ptr + place, real) & 1
     for k in tl.range(1, MOVES):
-        there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
+        there = read(mark_ptr + place - tl.load(offset_ptr + k), real)
         bit = (bits * 0 + 1) << k
         bits = bits | (there & bit)
     return bits
@@ -186,11 +192,11 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
 def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.constexpr):
     """The potentials a step away, linear ones kept on their side of the kink; and what the columns'
     slopes promise."""
-    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-    new = u + length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+    u = read(s_ptr + U * STAGED + place, real)
+    new = u + length * read(s_ptr + D * STAGED + place, real)
     if LINEAR:
-        free = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0) - u
-        held = tl.load(s_ptr + HELD * STAGED + place, mask=real, other=0.0)
+        free = read(s_ptr + TARGET * STAGED + place, real) - u
+        held = read(s_ptr + HELD * STAGED + place, real)
         full, drained = (
             (free > 0.0) | ((free == 0.0) & (held < 0.0)),
             (free < 0.0) | ((free == 0.0) & (held > 0.0)),
@@ -202,20 +208,43 @@ def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.
         return new, length * rise
 
 
+class Spots(NamedTuple):
+    """Pixels of a program: staged addresses, which exist, which are rows with mass, which are
+    columns in reach, and how many of these there are."""
+
+    place: tl.tensor
+    real: tl.tensor
+    rows: tl.tensor
+    reached: tl.tensor
+    columns: tl.tensor
+
+
+class State(NamedTuple):
+    """Price and ``sigma``, the dual's derivative in the price, and the size of its gradient."""
+
+    psi: tl.tensor
+    sigma: tl.tensor
+    slope: tl.tensor
+    size: tl.tensor
+
+
 @triton.jit
-def _direction(
-    s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-    offset_ptr, fee_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
+def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.constexpr):
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual
     should rise."""
-    marks = tl.load(mark_ptr + place, mask=real, other=0)
+    STAGED: tl.constexpr = CASE.layout.staged
+    MARKED: tl.constexpr = STAGED + CASE.layout.halo
+    MOVES: tl.constexpr = CASE.moves
+    LINEAR: tl.constexpr = CASE.linear
+    s_ptr, mark_ptr, list_ptr, _ = work
+    place, real, rows, reached, columns = spots
+    psi, sigma, slope, size = state
+    marks = read(mark_ptr + place, real)
     ways = tl.zeros(place.shape, tl.int32)
     total = tl.zeros(place.shape, tl.float64)
     square = total
     for first in tl.range(0, MOVES, GROUP):
-        shifts, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        shifts, fees = tables(table, first, MOVES, GROUP)
         for i in tl.static_range(GROUP):
             used = owned(((marks >> (first + i)) & 1) != 0, first + i, MOVES, GROUP)
             tl.store(list_ptr + ways * STAGED + place, shifts[i], mask=used)
@@ -225,9 +254,7 @@ def _direction(
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
     inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
-    stiff = tl.where(
-        several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0
-    )
+    stiff = tl.where(several, sigma * read(s_ptr + MASS * STAGED + place, real), 0.0)
     tl.store(mark_ptr + MARKED + place, tl.where(several, marks, 0), mask=real)
     tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
     tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
@@ -236,17 +263,17 @@ def _direction(
     senders = ways * 0
     through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
     for first in tl.range(0, MOVES, GROUP):
-        shifts, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        shifts, fees = tables(table, first, MOVES, GROUP)
         there, parts, means = (), (), ()
         for i in tl.static_range(GROUP):
-            there = there + (tl.load(mark_ptr + MARKED + place - shifts[i], mask=real, other=0),)
+            there = there + (read(mark_ptr + MARKED + place - shifts[i], real),)
         if GROUP > 1:
             tl.debug_barrier()
         for i in tl.static_range(GROUP):
             start = place - shifts[i]
             used = owned(real & (((there[i] >> (first + i)) & 1) != 0), first + i, MOVES, GROUP)
-            parts = parts + (tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0),)
-            means = means + (tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0),)
+            parts = parts + (read(s_ptr + Q * STAGED + start, used),)
+            means = means + (read(s_ptr + S * STAGED + start, used),)
             tl.store(back_ptr + senders * STAGED + place, shifts[i], mask=used)
             senders += tl.where(used, 1, 0)
         for i in tl.static_range(GROUP):
@@ -256,10 +283,10 @@ def _direction(
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
     paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
     curvature = paid_square - paid_mean
-    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-    w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-    gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
-    _, curved, _ = column(w, u, u * 0.0, lo, hi, LINEAR)
+    u = read(s_ptr + U * STAGED + place, real)
+    w = read(s_ptr + TARGET * STAGED + place, real)
+    gradient = read(s_ptr + GRADIENT * STAGED + place, real)
+    _, curved, _ = column(w, u, u * 0.0, limits, LINEAR)
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
@@ -292,17 +319,17 @@ def _direction(
         there = q * 0.0
         for i in tl.range(0, most_ways):
             used = i < ways
-            step = tl.load(list_ptr + i * STAGED + place, mask=used, other=0)
-            there += tl.load(s_ptr + Q * STAGED + place + step, mask=used, other=0.0)
+            step = read(list_ptr + i * STAGED + place, used)
+            there += read(s_ptr + Q * STAGED + place + step, used)
         mean = (there - q_psi * total) * inverse
         tl.store(s_ptr + S * STAGED + place, stiff * mean, mask=real)
         tl.debug_barrier()
-        toll = tl.load(s_ptr + TOLL * STAGED + place, mask=real, other=0.0)
-        h = tl.load(s_ptr + COLUMN * STAGED + place, mask=real, other=0.0) * q - q_psi * toll
+        toll = read(s_ptr + TOLL * STAGED + place, real)
+        h = read(s_ptr + COLUMN * STAGED + place, real) * q - q_psi * toll
         for i in tl.range(0, most_senders):
             used = i < senders
-            step = tl.load(back_ptr + i * STAGED + place, mask=used, other=0)
-            h -= tl.load(s_ptr + S * STAGED + place - step, mask=used, other=0.0)
+            step = read(back_ptr + i * STAGED + place, used)
+            h -= read(s_ptr + S * STAGED + place - step, used)
         if LINEAR:
             h = tl.where(moving, h, 0.0)
         curve, paid = sum_two(q * h, q * toll - stiff * mean * total)
@@ -325,48 +352,84 @@ def _direction(
     return d_psi, tl.sum(gradient * d, 0)
 
 
-@kernel("one", "max_iter", "warm")
-def _solve_kernel(
-    x_ptr, target_ptr, start_ptr, common_ptr, budget_ptr, floor_ptr, offset_of_ptr,
-    flow_ptr, z_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
-    scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, offset_ptr, fee_ptr, reverse_ptr, flat_ptr,
-    one, max_iter, warm,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    N: tl.constexpr = C * H * W
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    GUARD: tl.constexpr = RR * (W + RC) + RC
+class Given(NamedTuple):
+    """A problem: images, what all of them have in common (``lo``, ``hi``, ``tol``), and numbers per
+    image."""
+
+    x: Tensor
+    target: Tensor
+    start: Tensor
+    common: Tensor
+    budget: Tensor
+    floor: Tensor
+    offset: Tensor
+
+
+class Found(NamedTuple):
+    """The fields of :class:`~wball.kernels.column_problem.Best` that are improved, and the Newton
+    steps."""
+
+    flow: Tensor
+    z: Tensor
+    u: Tensor
+    primal: Tensor
+    dual: Tensor
+    psi: Tensor
+    n_iter: Tensor
+
+
+class Scratch(NamedTuple):
+    """Memory of all programs: staged buffers, marks and lists of moves in use, lists of rows and
+    columns, and the shares that a step starts from."""
+
+    buffers: Tensor
+    marks: Tensor
+    lists: Tensor
+    listed: Tensor
+    centre: Tensor
+
+
+@kernel
+def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.constexpr):
+    LAYOUT: tl.constexpr = CASE.layout
+    N: tl.constexpr = LAYOUT.values
+    PLANE: tl.constexpr = LAYOUT.height * LAYOUT.width
+    STAGED: tl.constexpr = LAYOUT.staged
+    GUARD: tl.constexpr = LAYOUT.halo
     MARKED: tl.constexpr = STAGED + GUARD
+    BLOCK: tl.constexpr = LAYOUT.block
+    MOVES: tl.constexpr = CASE.moves
+    LINEAR: tl.constexpr = CASE.linear
     n = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK) * one  # neighbouring threads hold neighbouring pixels
     real = index < N
-    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
-    s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
-    mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
-    list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
-    row_ptr = listed_ptr + n * (2 * N)
+    place = staged_position(tl.where(real, index, 0), LAYOUT)
+    s_ptr = scratch.buffers + n * (BUFFERS * STAGED)
+    mark_ptr = scratch.marks + n * (2 * MARKED) + GUARD
+    list_ptr = scratch.lists + n * (2 * MOVES * STAGED)
+    row_ptr = scratch.listed + n * (2 * N)
     column_ptr = row_ptr + N
-    centre_ptr += n * (MOVES * STAGED)
-    flow_ptr += n * (MOVES * N)
-    lo, hi, tol = tl.load(common_ptr), tl.load(common_ptr + 1), tl.load(common_ptr + 2)
+    centre_ptr = scratch.centre + n * (MOVES * STAGED)
+    flow_ptr = best.flow + n * (MOVES * N)
+    work = Work(s_ptr, mark_ptr, list_ptr, centre_ptr)
+    lo, hi, tol = tl.load(given.common), tl.load(given.common + 1), tl.load(given.common + 2)
     budget, floor, offset = (
-        tl.load(budget_ptr + n),
-        tl.load(floor_ptr + n),
-        tl.load(offset_of_ptr + n),
+        tl.load(given.budget + n),
+        tl.load(given.floor + n),
+        tl.load(given.offset + n),
     )
+    limits = Limits(budget, lo, hi)
 
     # Outside the image nothing arrives and nothing starts.
     for first in tl.range(0, STAGED + GUARD, BLOCK):
         spot = first + index - GUARD
-        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+        halo = is_halo(spot, LAYOUT) & (spot < STAGED)
         tl.store(s_ptr + U * STAGED + spot, float("-inf"), mask=halo)
         tl.store(s_ptr + TRIAL * STAGED + spot, float("-inf"), mask=halo)
         tl.store(mark_ptr + spot, 0, mask=halo)
         tl.store(mark_ptr + MARKED + spot, 0, mask=halo)
-    x = tl.load(x_ptr + n * N + index, mask=real, other=0.0).to(tl.float64)
-    w = tl.load(target_ptr + n * N + index, mask=real, other=0.0).to(tl.float64)
+    x = read(given.x + n * N + index, real).to(tl.float64)
+    w = read(given.target + n * N + index, real).to(tl.float64)
     rows = real & (x > 0.0)
     tl.store(s_ptr + TARGET * STAGED + place, w, mask=real)
     tl.store(s_ptr + MASS * STAGED + place, x, mask=real)
@@ -383,11 +446,11 @@ def _solve_kernel(
     tl.debug_barrier()
     reached = x > 0.0
     for k in tl.range(1, MOVES):
-        there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
+        there = read(mark_ptr + place - tl.load(table.offset + k), real)
         reached = reached | (there != 0)
     reached = real & reached
     columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
-    if LISTED:
+    if CASE.listed:
         before_row, before_column = (
             tl.cumsum(rows.to(tl.int32), 0) - 1,
             tl.cumsum(reached.to(tl.int32), 0) - 1,
@@ -398,10 +461,10 @@ def _solve_kernel(
         beyond = tl.sum(tl.where(real & (reached == False), 0.0 if LINEAR else 0.5 * w * w, 0.0), 0)
     else:
         n_rows, n_columns, beyond = N, N, budget * 0.0
+    listed = Listed(row_ptr, column_ptr, n_rows, n_columns, beyond)
+    spots = Spots(place, real, rows, reached, columns)
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
-    u = tl.where(
-        reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w
-    )
+    u = tl.where(reached, read(given.start + n * N + index, real).to(tl.float64), w)
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
     tl.store(s_ptr + TRIAL * STAGED + place, u, mask=real)
     tl.debug_barrier()
@@ -411,9 +474,9 @@ def _solve_kernel(
     none = tl.max(rows.to(tl.int32), 0) * 0
     sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
     centre_primal, best_dual, best_psi = (
-        tl.load(primal_ptr + n),
-        tl.load(dual_ptr + n),
-        tl.load(psi_ptr + n),
+        tl.load(best.primal + n),
+        tl.load(best.dual + n),
+        tl.load(best.psi + n),
     )
     best_primal = centre_primal
     psi = tl.where(warm != 0, best_psi, zero)
@@ -425,9 +488,8 @@ def _solve_kernel(
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = evaluate(
-            s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, trial_psi, sigma, budget, lo, hi,
-            beyond, offset_ptr, fee_ptr, C, H, W, RR, RC, MOVES, LINEAR, LISTED, TILE,
-        )  # fmt: skip
+            work, listed, trial_psi, sigma, limits, table, one, CASE
+        )
         if phase < START:
             # About the price at which the first step's plan costs the budget, from above.
             dear, pricing = new_slope <= 0.0, phase == PRICE
@@ -453,10 +515,10 @@ def _solve_kernel(
                 near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
                 tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
             else:
-                at = tl.load(s_ptr + TRIAL * STAGED + place, mask=real, other=0.0)
+                at = read(s_ptr + TRIAL * STAGED + place, real)
                 tl.store(s_ptr + U * STAGED + place, at, mask=real)
                 if LINEAR:
-                    held = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+                    held = read(s_ptr + GRADIENT * STAGED + place, real)
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
@@ -468,8 +530,8 @@ def _solve_kernel(
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
-                        s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-                        offset_ptr, fee_ptr, STAGED, MARKED, MOVES, LINEAR, GROUP if LISTED else 1,
+                        work, spots, State(psi, sigma, slope, size), limits, table, CASE,
+                        GROUP if CASE.listed else 1,
                     )  # fmt: skip
                     steps += 1
                     taken += 1
@@ -486,27 +548,21 @@ def _solve_kernel(
                     tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
                     phase = none + SEARCH
                 else:
-                    pixel = index % (H * W)
+                    pixel = index % PLANE
                     home = (index - pixel).to(tl.int64) * MOVES + pixel
-                    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-                    mass = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
-                    wish = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+                    level = read(s_ptr + LEVEL * STAGED + place, real)
+                    mass = read(s_ptr + MASS * STAGED + place, real)
+                    wish = read(s_ptr + TARGET * STAGED + place, real)
                     total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
-                        end = tl.load(
-                            s_ptr + U * STAGED + place + tl.load(offset_ptr + k),
-                            mask=rows,
-                            other=0.0,
-                        )
-                        gain = end - psi * tl.load(fee_ptr + k)
+                        end = read(s_ptr + U * STAGED + place + tl.load(table.offset + k), rows)
+                        gain = end - psi * tl.load(table.fee + k)
                         top = tl.maximum(top, gain)
-                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(
-                            tl.float64
-                        )
+                        part = read(centre_ptr + k * STAGED + place, rows).to(tl.float64)
                         part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
                         total += part
-                        tl.store(flow_ptr + k * (H * W) + home, part, mask=real)
+                        tl.store(flow_ptr + k * PLANE + home, part, mask=real)
                     top = tl.where(rows, mass * top, 0.0)
                     if LINEAR:
                         value = (at - wish) * tl.where(at < wish, hi, lo)
@@ -519,15 +575,15 @@ def _solve_kernel(
                         off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded - top
                         bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
                     if bound > best_dual:
-                        tl.store(best_u_ptr + n * N + index, at, mask=real)
+                        tl.store(best.u + n * N + index, at, mask=real)
                     best_psi = tl.where(bound > best_dual, psi, best_psi)
                     best_dual = tl.maximum(best_dual, bound)
                     # Rows that sum to 1; the next centre.
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
                     for k in tl.range(0, MOVES):
-                        share = whole * tl.load(flow_ptr + k * (H * W) + home, mask=real, other=0.0)
-                        tl.store(flow_ptr + k * (H * W) + home, mass * share, mask=real)
+                        share = whole * read(flow_ptr + k * PLANE + home, real)
+                        tl.store(flow_ptr + k * PLANE + home, mass * share, mask=real)
                         if solved:
                             share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
                             tl.store(
@@ -554,12 +610,12 @@ def _solve_kernel(
                         rest <= PROMISING * (tol * tl.abs(bound + rest + offset) + floor)
                     )
                     if shown:
-                        marks = tl.load(mark_ptr + place, mask=real, other=0)
-                        incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
-                        scale, z = repair(
-                            s_ptr + Q * STAGED, flow_ptr, place, home, real, marks, incoming, mass, budget, lo, hi,
-                            offset_ptr, flat_ptr, fee_ptr, reverse_ptr, STAGED, H * W, MOVES, LOWER,
-                        )  # fmt: skip
+                        marks = read(mark_ptr + place, real)
+                        incoming = _incoming(mark_ptr, place, real, table.offset, MOVES)
+                        plan = WrittenPlan(
+                            s_ptr + Q * STAGED, flow_ptr, place, home, real, marks, incoming
+                        )
+                        scale, z = repair(plan, mass, limits, table, CASE)
                         primal = tl.sum(
                             tl.where(
                                 real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0
@@ -576,14 +632,12 @@ def _solve_kernel(
                         stays = mass
                         for k in tl.range(1, MOVES):
                             used = ((marks >> k) & 1) != 0
-                            part = scale * tl.load(
-                                flow_ptr + k * (H * W) + home, mask=used, other=0.0
-                            )
+                            part = scale * read(flow_ptr + k * PLANE + home, used)
                             stays -= part
-                            tl.store(flow_ptr + k * (H * W) + home, part, mask=used)
+                            tl.store(flow_ptr + k * PLANE + home, part, mask=used)
                         tl.store(flow_ptr + home, tl.maximum(stays, 0.0), mask=real)
                         tl.store(
-                            z_ptr + n * N + index,
+                            best.z + n * N + index,
                             tl.where(helps, tl.maximum(z, 0.0), mass),
                             mask=real,
                         )
@@ -594,7 +648,7 @@ def _solve_kernel(
                     )
                     phase = tl.where(done, none + END, none + START)
         tl.debug_barrier()
-    tl.store(primal_ptr + n, best_primal)
-    tl.store(dual_ptr + n, best_dual)
-    tl.store(psi_ptr + n, best_psi)
-    tl.store(n_iter_ptr + n, steps)
+    tl.store(best.primal + n, best_primal)
+    tl.store(best.dual + n, best_dual)
+    tl.store(best.psi + n, best_psi)
+    tl.store(best.n_iter + n, steps)

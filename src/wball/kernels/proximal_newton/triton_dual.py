@@ -9,10 +9,13 @@ Of small images, rows with mass and columns within their reach are listed: of a 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from wball.kernels.triton_stencil import INTERPRETED, staged_position
+from wball.kernels.triton_stencil import INTERPRETED, Layout, read, staged_position
 
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
@@ -30,6 +33,58 @@ which is nearly all of its time. :func:`missing` makes the arithmetic of a group
 loads."""
 
 
+class Case(NamedTuple):
+    """What the program is compiled for: images, the number of moves, whether there is a lower bound
+    above 0, whether columns are linear, whether rows and columns are listed, and how many an
+    evaluation takes at once."""
+
+    layout: Layout
+    moves: int
+    lower: bool
+    linear: bool
+    listed: bool
+    tile: int
+
+
+class Table(NamedTuple):
+    """Moves in the memory of the device: staged offset, cost, the move that goes back (0: none),
+    and offset in an image."""
+
+    offset: Tensor
+    fee: Tensor
+    reverse: Tensor
+    flat: Tensor
+
+
+class Limits(NamedTuple):
+    """Budget and box of an image."""
+
+    budget: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+
+
+class Work(NamedTuple):
+    """Scratch of an image: staged buffers, marks of the moves in use, moves in use one after the
+    other, and the shares that a step starts from."""
+
+    s: tl.tensor
+    marks: tl.tensor
+    lists: tl.tensor
+    centre: tl.tensor
+
+
+class Listed(NamedTuple):
+    """Staged addresses of rows with mass and of columns within their reach, how many there are, and
+    the value of the columns that are not listed."""
+
+    rows: tl.tensor
+    columns: tl.tensor
+    n_rows: tl.tensor
+    n_columns: tl.tensor
+    beyond: tl.tensor
+
+
 @triton.jit
 def _add_three(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
@@ -45,14 +100,14 @@ def three_sums(a, b, c):
 
 
 @triton.jit
-def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
+def column(w, u, come, limits, LINEAR: tl.constexpr):
     """The column at potential ``u`` where the plan puts ``come``, its curvature, and the least of
     its objective.
 
     Without a clip at 0 the dual of a projection stays strongly concave there. A linear column sits
     at its kink ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
     """
-    free = w - u
+    lo, hi, free = limits.lo, limits.hi, w - u
     if LINEAR:
         full, drained = (
             (free > 0.0) | ((free == 0.0) & (come > hi)),
@@ -68,16 +123,16 @@ def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
 
 
 @triton.jit
-def tables(offset_ptr, fee_ptr, first, MOVES: tl.constexpr, GROUP: tl.constexpr):
+def tables(table, first, MOVES: tl.constexpr, GROUP: tl.constexpr):
     """Offsets and fees of a group of moves that begins with ``first``; 0 beyond the last."""
     steps, fees = (), ()
     for i in tl.static_range(GROUP):
         if (GROUP - MOVES) % GROUP == 0:
-            steps = steps + (tl.load(offset_ptr + first + i),)
-            fees = fees + (tl.load(fee_ptr + first + i),)
+            steps = steps + (tl.load(table.offset + first + i),)
+            fees = fees + (tl.load(table.fee + first + i),)
         else:
-            steps = steps + (tl.load(offset_ptr + first + i, mask=first + i < MOVES, other=0),)
-            fees = fees + (tl.load(fee_ptr + first + i, mask=first + i < MOVES, other=0.0),)
+            steps = steps + (read(table.offset + first + i, first + i < MOVES),)
+            fees = fees + (read(table.fee + first + i, first + i < MOVES),)
     if GROUP > 1:
         tl.debug_barrier()
     return steps, fees
@@ -113,54 +168,43 @@ def _ends_and_shares(
         real = owned(rows, first + i, MOVES, GROUP)
         ends = ends + (tl.load(u_ptr + place + steps[i], mask=real, other=float("-inf")),)
         at = centre_ptr + (first + i) * STAGED + place
-        held = held + (tl.load(at, mask=real, other=0.0),)
+        held = held + (read(at, real),)
     return ends, held, missing(ends) | missing(held)
 
 
 @triton.jit
-def _position(
-    list_ptr,
-    index,
-    real,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    RR: tl.constexpr,
-    RC: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def _position(list_ptr, index, real, CASE: tl.constexpr):
     """Where the rows or columns with these numbers are staged: by their list, or all pixels one
     after the other."""
-    if LISTED:
-        return tl.load(list_ptr + index, mask=real, other=0).to(tl.int64)
+    if CASE.listed:
+        return read(list_ptr + index, real).to(tl.int64)
     else:
-        return staged_position(tl.where(real, index, 0), H, W, RR, RC)
+        return staged_position(tl.where(real, index, 0), tl.constexpr(CASE.layout))
 
 
 @triton.jit
-def evaluate(
-    s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, psi, sigma, budget, lo, hi, beyond,
-    offset_ptr, fee_ptr,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its
     derivative in ``psi``, how far the plan moved and what that costs, the size of the gradient, and
     its product with the direction.
 
     Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers
-    fit in registers. ``beyond`` is the value of the columns that are not listed.
+    fit in registers.
     """
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    STAGED: tl.constexpr = CASE.layout.staged
+    MOVES: tl.constexpr = CASE.moves
+    TILE: tl.constexpr = CASE.tile
+    s_ptr, mark_ptr, centre_ptr = work.s, work.marks, work.centre
     u_ptr = s_ptr + TRIAL * STAGED
     lanes = tl.arange(0, TILE) * one
     cost, worth = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     moved, pull = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for first in tl.range(0, n_rows, TILE):
-        real = first + lanes < n_rows
-        place = _position(row_ptr, first + lanes, real, H, W, RR, RC, LISTED)
-        m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
+    for first in tl.range(0, listed.n_rows, TILE):
+        real = first + lanes < listed.n_rows
+        place = _position(listed.rows, first + lanes, real, CASE)
+        m = read(s_ptr + MASS * STAGED + place, real)
         rows = m > 0.0
-        t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+        t = read(s_ptr + LEVEL * STAGED + place, real)
         # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the
         # root and it is monotone from there. The marked sets are nested, so that equal counts are
         # equal sets.
@@ -170,7 +214,7 @@ def evaluate(
         while (open_rows > 0) & (tries < MOVES + 3):
             total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
             for k in tl.range(0, MOVES, GROUP):
-                steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+                steps, fees = tables(table, k, MOVES, GROUP)
                 ends, held, gone = _ends_and_shares(
                     u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
                 )
@@ -191,9 +235,9 @@ def evaluate(
             open_rows = tl.max(tl.where(settled, 0, 1), 0)
             tries += 1
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
-        marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
+        marks = read(mark_ptr + place, real) * 0
         for k in tl.range(0, MOVES, GROUP):
-            steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+            steps, fees = tables(table, k, MOVES, GROUP)
             ends, held, gone = _ends_and_shares(
                 u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
             )
@@ -219,16 +263,16 @@ def evaluate(
         tl.zeros([TILE], tl.float64),
         tl.zeros([TILE], tl.float64),
     )
-    for first in tl.range(0, n_columns, TILE):
-        real = first + lanes < n_columns
-        place = _position(column_ptr, first + lanes, real, H, W, RR, RC, LISTED)
-        u = tl.load(u_ptr + place, mask=real, other=0.0)
+    for first in tl.range(0, listed.n_columns, TILE):
+        real = first + lanes < listed.n_columns
+        place = _position(listed.columns, first + lanes, real, CASE)
+        u = read(u_ptr + place, real)
         come = u * 0.0
         for k in tl.range(0, MOVES, GROUP):
-            steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+            steps, fees = tables(table, k, MOVES, GROUP)
             there, taken = (), ()
             for i in tl.static_range(GROUP):
-                there = there + (tl.load(mark_ptr + place - steps[i], mask=real, other=0),)
+                there = there + (read(mark_ptr + place - steps[i], real),)
             tl.debug_barrier()
             held, levels, masses = (), (), ()
             for i in tl.static_range(GROUP):
@@ -237,15 +281,9 @@ def evaluate(
                 )
             for i in tl.static_range(GROUP):
                 start = place - steps[i]
-                held = held + (
-                    tl.load(centre_ptr + (k + i) * STAGED + start, mask=taken[i], other=0.0),
-                )
-                levels = levels + (
-                    tl.load(s_ptr + LEVEL * STAGED + start, mask=taken[i], other=0.0),
-                )
-                masses = masses + (
-                    tl.load(s_ptr + MASS * STAGED + start, mask=taken[i], other=0.0),
-                )
+                held = held + (read(centre_ptr + (k + i) * STAGED + start, taken[i]),)
+                levels = levels + (read(s_ptr + LEVEL * STAGED + start, taken[i]),)
+                masses = masses + (read(s_ptr + MASS * STAGED + start, taken[i]),)
             gone = missing(levels) | missing(masses) | missing(held)
             price = tl.where(gone, 0.0, psi)
             for i in tl.static_range(GROUP):
@@ -253,17 +291,17 @@ def evaluate(
                     sigma * (u - price * fees[i]) - levels[i]
                 )
                 come += tl.where(taken[i], part * masses[i], 0.0)
-        w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-        z, _, value = column(w, u, come, lo, hi, LINEAR)
+        w = read(s_ptr + TARGET * STAGED + place, real)
+        z, _, value = column(w, u, come, limits, CASE.linear)
         gradient = tl.where(real, z - come, 0.0)
         tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
         least += tl.where(real, value, 0.0)
         size += gradient * gradient
-        along += gradient * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+        along += gradient * read(s_ptr + D * STAGED + place, real)
     spent, worth_rows, length = three_sums(cost, worth, moved)
     worth_columns, steep, ahead = three_sums(least, size, along)
     back = tl.sum(pull, 0) / (2.0 * sigma)
-    slope = spent - budget
+    slope = spent - limits.budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    dual = beyond + worth_columns - psi * budget - worth_rows + back
+    dual = listed.beyond + worth_columns - psi * limits.budget - worth_rows + back
     return dual, slope, tl.sqrt(length), back, tl.sqrt(steep), ahead

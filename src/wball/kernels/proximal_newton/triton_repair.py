@@ -4,9 +4,12 @@ program, one image each."""
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from wball.kernels.triton_stencil import read
 from wball.plan import REPAIR_SWEEPS
 
 SWEEPS = tl.constexpr(REPAIR_SWEEPS)
@@ -14,39 +17,57 @@ ROOM, PLENTY, RATE, REST = (tl.constexpr(i) for i in range(4))
 """Buffers of the repair."""
 
 
+class WrittenPlan(NamedTuple):
+    """A plan in memory. It is not staged: moves are an image's plane apart, and ``spot`` is where
+    those of a pixel begin.
+
+    ``s`` points to four staged buffers, in which ``place`` is a pixel's address. ``marks`` and
+    ``incoming`` have a bit for each move in use.
+    """
+
+    s: tl.tensor
+    flow: tl.tensor
+    place: tl.tensor
+    spot: tl.tensor
+    real: tl.tensor
+    marks: tl.tensor
+    incoming: tl.tensor
+
+
 @triton.jit
-def _exchange(
-    flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE: tl.constexpr, MOVES: tl.constexpr
-):
+def _exchange(plan, table, CASE: tl.constexpr):
     """What each pixel sends away and receives."""
+    PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
+    _, flow_ptr, _, spot, real, marks, incoming = plan
     sent, come = tl.zeros(spot.shape, tl.float64), tl.zeros(spot.shape, tl.float64)
-    for k in tl.range(1, MOVES):
-        step = tl.load(flat_ptr + k)
-        sent += tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
+    for k in tl.range(1, CASE.moves):
+        step = tl.load(table.flat + k)
+        sent += read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
         used = real & (((incoming >> k) & 1) != 0)
-        come += tl.load(flow_ptr + k * PLANE + spot - step, mask=used, other=0.0)
+        come += read(flow_ptr + k * PLANE + spot - step, used)
     return sent, come
 
 
 @triton.jit
-def _send_back(
-    s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,
-    STAGED: tl.constexpr, PLANE: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
+def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
     """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones
     recall."""
+    STAGED: tl.constexpr = CASE.layout.staged
+    PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
+    s_ptr, flow_ptr, place, spot, real, marks, incoming = plan
+    lo, hi = limits.lo, limits.hi
     room = tl.maximum(hi - z, 0.0)
     tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
-    if LOWER:
+    if CASE.lower:
         tl.store(s_ptr + PLENTY * STAGED + place, tl.maximum(z - lo, 0.0), mask=real)
     tl.debug_barrier()
     easy, full = z * 0.0, z * 0.0
-    for k in tl.range(1, MOVES):
-        start = place - tl.load(offset_ptr + k)
+    for k in tl.range(1, CASE.moves):
+        start = place - tl.load(table.offset + k)
         used = real & (((incoming >> k) & 1) != 0)
-        part = tl.load(flow_ptr + k * PLANE + spot - tl.load(flat_ptr + k), mask=used, other=0.0)
+        part = read(flow_ptr + k * PLANE + spot - tl.load(table.flat + k), used)
         full += part
-        easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
+        easy += tl.minimum(part, read(s_ptr + ROOM * STAGED + start, used))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
     enough = easy >= excess
     tl.store(
@@ -60,56 +81,54 @@ def _send_back(
         mask=real,
     )
     recall, recall_rest = z * 0.0, z * 0.0
-    if LOWER:
+    if CASE.lower:
         easy, full = z * 0.0, z * 0.0
-        for k in tl.range(1, MOVES):
+        for k in tl.range(1, CASE.moves):
             used = ((marks >> k) & 1) != 0
-            part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
-            there = place + tl.load(offset_ptr + k)
+            part = read(flow_ptr + k * PLANE + spot, used)
+            there = place + tl.load(table.offset + k)
             full += part
-            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0))
+            easy += tl.minimum(part, read(s_ptr + PLENTY * STAGED + there, used))
         lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
         recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
         recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
     tl.debug_barrier()
-    for k in tl.range(1, MOVES):
+    for k in tl.range(1, CASE.moves):
         used = ((marks >> k) & 1) != 0
-        part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
-        there = place + tl.load(offset_ptr + k)
-        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + there, mask=used, other=0.0)
-        back += part * tl.load(s_ptr + REST * STAGED + there, mask=used, other=0.0)
-        if LOWER:
-            plenty = tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0)
+        part = read(flow_ptr + k * PLANE + spot, used)
+        there = place + tl.load(table.offset + k)
+        back = tl.minimum(part, room) * read(s_ptr + RATE * STAGED + there, used)
+        back += part * read(s_ptr + REST * STAGED + there, used)
+        if CASE.lower:
+            plenty = read(s_ptr + PLENTY * STAGED + there, used)
             back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
         tl.store(flow_ptr + k * PLANE + spot, part - tl.minimum(back, part), mask=used)
     tl.debug_barrier()
 
 
 @triton.jit
-def repair(
-    s_ptr, flow_ptr, place, spot, real, marks, incoming, x, budget, lo, hi, offset_ptr, flat_ptr, fee_ptr, reverse_ptr,
-    STAGED: tl.constexpr, PLANE: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
-    """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
+def repair(plan, x, limits, table, CASE: tl.constexpr):
+    """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair` of a plan with rows
+    ``x``, in place.
 
-    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in
-    use. Plans are not staged: moves are ``PLANE`` apart, ``spot`` is where those of a pixel begin,
-    ``flat`` holds their offsets. Returns a factor that is left to apply to everything that moves,
-    and the columns with it.
+    Returns a factor that is left to apply to everything that moves, and the columns with it.
     """
+    PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
+    _, flow_ptr, _, spot, real, marks, _ = plan
+    budget, lo, hi = limits
     tl.debug_barrier()
-    for k in tl.range(1, MOVES):
-        back = tl.load(reverse_ptr + k)
+    for k in tl.range(1, CASE.moves):
+        back = tl.load(table.reverse + k)
         if back > k:  # one end of each pair of opposite moves treats both
-            there = spot + tl.load(flat_ptr + k)
+            there = spot + tl.load(table.flat + k)
             used = ((marks >> k) & 1) != 0
-            ahead = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
-            behind = tl.load(flow_ptr + back * PLANE + there, mask=used, other=0.0)
+            ahead = read(flow_ptr + k * PLANE + spot, used)
+            behind = read(flow_ptr + back * PLANE + there, used)
             common = tl.minimum(ahead, behind)
             tl.store(flow_ptr + k * PLANE + spot, ahead - common, mask=used)
             tl.store(flow_ptr + back * PLANE + there, behind - common, mask=used)
     tl.debug_barrier()
-    sent, come = _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE, MOVES)
+    sent, come = _exchange(plan, table, CASE)
     # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
     rounding = 1e-13 * tl.maximum(hi, 1.0)
     z = x + (come - sent)
@@ -120,18 +139,15 @@ def repair(
         # The last sweeps return ever more than the excess, so that what circulates among full
         # pixels dies out.
         more = tl.where(sweep > SWEEPS - 40, 2.0 * more, more)
-        _send_back(
-            s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,
-            STAGED, PLANE, MOVES, LOWER,
-        )  # fmt: skip
-        sent, come = _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE, MOVES)
+        _send_back(plan, z, more, limits, rounding, table, CASE)
+        sent, come = _exchange(plan, table, CASE)
         z = x + (come - sent)
         wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
         sweep += 1
     cost = x * 0.0
-    for k in tl.range(1, MOVES):
-        part = tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
-        cost += part * tl.load(fee_ptr + k)
+    for k in tl.range(1, CASE.moves):
+        part = read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
+        cost += part * tl.load(table.fee + k)
     spent = tl.sum(cost, 0)
     scale = tl.where(
         wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0)

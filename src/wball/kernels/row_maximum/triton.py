@@ -9,6 +9,8 @@ evaluated in the precision of the field.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from wball.cost import Moves
 from wball.kernels.row_maximum import DOWN, RowProblem
-from wball.kernels.triton_launch import kernel
+from wball.kernels.triton_launch import aligned, kernel
+from wball.kernels.triton_stencil import read
 from wball.kernels.triton_stencil import why_not as _why_not
 
 BLOCK = 512
@@ -38,26 +41,53 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     value = torch.empty(rows, dtype=torch.float64, device=device)
     psi = torch.empty(rows, dtype=torch.float32, device=device)
     beyond = field.elsewhere is not None
-    far, elsewhere, away = (
+    far = (
         (field.far, field.elsewhere, field.away) if beyond else (field.mass, field.mass, field.cost)
     )
     if rows:
         block = min(BLOCK, max(32, triton.next_power_of_2(channels * sources)))
+        given = (field.worth, field.stay, field.mass, field.cost, *far, problem.budget.double())
         _row_kernel[(rows,)](
-            field.worth.contiguous(), field.stay.contiguous(), field.mass.contiguous(), field.cost.contiguous(),
-            problem.budget.to(torch.float64), far.contiguous(), elsewhere.contiguous(), away.contiguous(), value, psi,
-            channels, choices, sources, float(problem.step), rounds,
-            TIERS=elsewhere.shape[2] if beyond else 0, BLOCK=block, num_warps=max(1, block // 128),
+            Given(*map(aligned, given)), (value, psi), channels, choices, sources, float(problem.step), rounds,
+            CASE=Case(field.away.shape[0] if beyond else 0, block), num_warps=max(1, block // 128),
         )  # fmt: skip
     return value.to(dtype), psi.to(dtype)
 
 
+class Given(NamedTuple):
+    """The fields of :class:`~wball.kernels.row_maximum.Field`, and the budgets."""
+
+    worth: Tensor
+    stay: Tensor
+    mass: Tensor
+    cost: Tensor
+    far: Tensor
+    elsewhere: Tensor
+    away: Tensor
+    budget: Tensor
+
+
+class Size(NamedTuple):
+    """The shape of a row's field."""
+
+    channels: tl.tensor
+    choices: tl.tensor
+    sources: tl.tensor
+
+
+class Case(NamedTuple):
+    """What the program is compiled for: tiers of mass beyond the patch, and sources looked at
+    together."""
+
+    tiers: int
+    block: int
+
+
 @triton.jit
-def _evaluate(
-    worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, choices, sources,
-    TIERS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def _evaluate(row, psi, size, CASE: tl.constexpr, EXACT: tl.constexpr):
     """What the best choices at ``psi`` are worth, and what they cost."""
+    channels, choices, sources = size
+    BLOCK: tl.constexpr = CASE.block
     kind: tl.constexpr = tl.float64 if EXACT else tl.float32
     lane = tl.arange(0, BLOCK)
     worth = tl.zeros([BLOCK], tl.float64)
@@ -66,45 +96,47 @@ def _evaluate(
     for first in tl.range(0, channels * sources, BLOCK):
         place = first + lane
         real = place < channels * sources
-        best = tl.load(stay_ptr + place, mask=real, other=0.0).to(kind)
-        mass = tl.load(mass_ptr + place, mask=real, other=0.0).to(kind)
+        best = read(row.stay + place, real).to(kind)
+        mass = read(row.mass + place, real).to(kind)
         toll = tl.zeros([BLOCK], kind)
-        option_ptr = worth_ptr + place // sources * (choices * sources) + place % sources
+        option_ptr = row.worth + place // sources * (choices * sources) + place % sources
         for k in tl.range(0, choices):
-            cost = tl.load(cost_ptr + k).to(kind)
-            score = tl.load(option_ptr + k * sources, mask=real, other=0.0).to(kind) - price * cost
+            cost = tl.load(row.cost + k).to(kind)
+            score = read(option_ptr + k * sources, real).to(kind) - price * cost
             better = (score > best) | (score != score)  # what is not a number is no bound
             toll = tl.where(better, cost, toll)
             best = tl.where(better, score, best)
         worth += (best * mass).to(tl.float64)
         spent += (toll * mass).to(tl.float64)
     value, paid = tl.sum(worth, 0), tl.sum(spent, 0)
-    if TIERS > 0:
+    if CASE.tiers > 0:
         for c in tl.range(0, channels):
-            far = tl.load(far_ptr + c).to(tl.float64)
-            for t in tl.static_range(TIERS):
-                away = tl.load(away_ptr + t).to(tl.float64)
-                held = tl.load(elsewhere_ptr + c * TIERS + t).to(tl.float64)
+            far = tl.load(row.far + c).to(tl.float64)
+            for t in tl.static_range(tl.constexpr(CASE.tiers)):
+                away = tl.load(row.away + t).to(tl.float64)
+                held = tl.load(row.elsewhere + c * CASE.tiers + t).to(tl.float64)
                 gain = far - psi.to(tl.float64) * away
                 value += tl.maximum(gain, 0.0) * held
                 paid += tl.where(gain > 0.0, away, 0.0) * held
     return value, paid
 
 
-@kernel("channels", "choices", "sources", "step", "rounds")
-def _row_kernel(
-    worth_ptr, stay_ptr, mass_ptr, cost_ptr, budget_ptr, far_ptr, elsewhere_ptr, away_ptr, value_out, psi_out,
-    channels, choices, sources, step, rounds,
-    TIERS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@kernel
+def _row_kernel(given, out, channels, choices, sources, step, rounds, CASE: tl.constexpr):
+    BLOCK: tl.constexpr = CASE.block
     n = tl.program_id(0).to(tl.int64)
-    worth_ptr += n * channels * choices * sources
-    stay_ptr += n * channels * sources
-    mass_ptr += n * channels * sources
-    if TIERS > 0:
+    worth_ptr = given.worth + n * channels * choices * sources
+    stay_ptr = given.stay + n * channels * sources
+    mass_ptr = given.mass + n * channels * sources
+    far_ptr, elsewhere_ptr = given.far, given.elsewhere
+    if CASE.tiers > 0:
         far_ptr += n * channels
-        elsewhere_ptr += n * channels * TIERS
-    budget = tl.load(budget_ptr + n)
+        elsewhere_ptr += n * channels * CASE.tiers
+    budget = tl.load(given.budget + n)
+    row = Given(
+        worth_ptr, stay_ptr, mass_ptr, given.cost, far_ptr, elsewhere_ptr, given.away, given.budget
+    )
+    size = Size(channels, choices, sources)
 
     # Above the steepest gain per unit of cost no mass moves.
     lane = tl.arange(0, BLOCK)
@@ -112,30 +144,22 @@ def _row_kernel(
     for first in tl.range(0, channels * sources, BLOCK):
         place = first + lane
         real = place < channels * sources
-        real = real & (tl.load(mass_ptr + place, mask=real, other=0.0) > 0.0)
-        stay = tl.load(stay_ptr + place, mask=real, other=0.0).to(tl.float32)
-        option_ptr = worth_ptr + place // sources * (choices * sources) + place % sources
+        real = real & (read(row.mass + place, real) > 0.0)
+        stay = read(row.stay + place, real).to(tl.float32)
+        option_ptr = row.worth + place // sources * (choices * sources) + place % sources
         for k in tl.range(0, choices):
-            cost = tl.load(cost_ptr + k).to(tl.float32)
+            cost = tl.load(row.cost + k).to(tl.float32)
             apart = tl.where(cost > 0.0, cost, step)
-            gain = (
-                tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay
-            ) / apart
+            gain = (read(option_ptr + k * sources, real).to(tl.float32) - stay) / apart
             steepest = tl.where(real, tl.maximum(steepest, gain), steepest)
     high = tl.max(steepest, 0)
-    if TIERS > 0:
+    if CASE.tiers > 0:
         for c in tl.range(0, channels):
-            high = tl.maximum(high, tl.load(far_ptr + c).to(tl.float32) / step)
+            high = tl.maximum(high, tl.load(row.far + c).to(tl.float32) / step)
     high = high * (1.0 + 1e-6)
     low = high * 0.0
-    value_low, cost_low = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, low, channels, choices, sources,
-        TIERS, BLOCK, False,
-    )  # fmt: skip
-    value_high, cost_high = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, high, channels, choices, sources,
-        TIERS, BLOCK, False,
-    )  # fmt: skip
+    value_low, cost_low = _evaluate(row, low, size, CASE, False)
+    value_high, cost_high = _evaluate(row, high, size, CASE, False)
     value_high += budget * high
     best = tl.minimum(value_low, value_high)
     psi = tl.where(value_high < value_low, high, low)
@@ -158,10 +182,7 @@ def _row_kernel(
         # the bracket.
         trial = tl.where(low > 0.0, trial, _DOWN * high)
         trial = tl.maximum(tl.minimum(trial, high), low)
-        value, cost = _evaluate(
-            worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, trial, channels, choices,
-            sources, TIERS, BLOCK, False,
-        )  # fmt: skip
+        value, cost = _evaluate(row, trial, size, CASE, False)
         value += budget * trial
         psi = tl.where(value < best, trial, psi)
         best = tl.minimum(best, value)
@@ -173,9 +194,6 @@ def _row_kernel(
             tl.where(over, high, trial), tl.where(over, value_high, value), tl.where(over, cost_high, cost),
         )  # fmt: skip
         steps += 1
-    value, cost = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, choices, sources,
-        TIERS, BLOCK, True,
-    )  # fmt: skip
-    tl.store(value_out + n, value + budget * psi.to(tl.float64))
-    tl.store(psi_out + n, psi)
+    value, cost = _evaluate(row, psi, size, CASE, True)
+    tl.store(out[0] + n, value + budget * psi.to(tl.float64))
+    tl.store(out[1] + n, psi)
