@@ -80,29 +80,28 @@ def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
     chord = (curve.function(end) - curve.function(start)) / width
     tangent = (curve.function(middle + 1e-4) - curve.function(middle - 1e-4)) / 2e-4
 
-    def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and largest ``f(v) - slope v`` on the intervals."""
-        least, most = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
-        size = torch.zeros_like(low)
-        for k in range(POINTS + 1):
-            v = start + step * k
-            value = curve.function(v) - slope * v
-            least, most = torch.minimum(least, value), torch.maximum(most, value)
-            size = torch.maximum(size, value.abs() + (slope * v).abs())
-        room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
-        return least - room, most + room
-
-    zero, (bottom, top) = torch.zeros_like(low), curve.between(low, up)
+    zero = torch.zeros_like(low)
+    slopes = torch.stack([chord, tangent, zero, torch.ones_like(low)])
+    least, most = torch.full_like(slopes, math.inf), torch.full_like(slopes, -math.inf)
+    size = torch.zeros_like(slopes)
+    for k in range(POINTS + 1):
+        v = start + step * k
+        line = slopes * v
+        value = curve.function(v) - line
+        least, most = torch.minimum(least, value), torch.maximum(most, value)
+        size = torch.maximum(size, value.abs() + line.abs())
+    room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
+    least, most = least - room, most + room
+    bottom, top = curve.between(low, up)
     found = Lines(zero, bottom, zero, top.clamp(max=HUGE))
-    for slope in (chord, tangent, zero, torch.ones_like(chord)):
-        least, most = extremes(slope)
-        higher = least + slope * middle > found.low_slope * middle + found.low_shift
-        lower = most + slope * middle < found.up_slope * middle + found.up_shift
+    for slope, below, above in zip(slopes, least, most, strict=True):
+        higher = below + slope * middle > found.low_slope * middle + found.low_shift
+        lower = above + slope * middle < found.up_slope * middle + found.up_shift
         higher, lower = higher & known, lower & known
         found = Lines(
             torch.where(higher, slope, found.low_slope),
-            torch.where(higher, least, found.low_shift),
+            torch.where(higher, below, found.low_shift),
             torch.where(lower, slope, found.up_slope),
-            torch.where(lower, most, found.up_shift),
+            torch.where(lower, above, found.up_shift),
         )
     return found
