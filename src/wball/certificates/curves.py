@@ -80,8 +80,7 @@ def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
     chord = (curve.function(end) - curve.function(start)) / width
     tangent = (curve.function(middle + 1e-4) - curve.function(middle - 1e-4)) / 2e-4
 
-    zero = torch.zeros_like(low)
-    slopes = torch.stack([chord, tangent, zero, torch.ones_like(low)])
+    slopes = torch.stack([torch.zeros_like(low), chord, tangent, torch.ones_like(low)])
     least, most = torch.full_like(slopes, math.inf), torch.full_like(slopes, -math.inf)
     size = torch.zeros_like(slopes)
     for k in range(POINTS + 1):
@@ -91,17 +90,15 @@ def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
         least, most = torch.minimum(least, value), torch.maximum(most, value)
         size = torch.maximum(size, value.abs() + line.abs())
     room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
-    least, most = least - room, most + room
+    least, most = (
+        torch.where(known, least - room, -math.inf),
+        torch.where(known, most + room, math.inf),
+    )
     bottom, top = curve.between(low, up)
-    found = Lines(zero, bottom, zero, top.clamp(max=HUGE))
-    for slope, below, above in zip(slopes, least, most, strict=True):
-        higher = below + slope * middle > found.low_slope * middle + found.low_shift
-        lower = above + slope * middle < found.up_slope * middle + found.up_shift
-        higher, lower = higher & known, lower & known
-        found = Lines(
-            torch.where(higher, slope, found.low_slope),
-            torch.where(higher, below, found.low_shift),
-            torch.where(lower, slope, found.up_slope),
-            torch.where(lower, above, found.up_shift),
-        )
-    return found
+    least[0], most[0] = least[0].maximum(bottom), most[0].minimum(top.clamp(max=HUGE))
+    below = (least + slopes * middle).argmax(0, keepdim=True)
+    above = (most + slopes * middle).argmin(0, keepdim=True)
+    return Lines(
+        *(part.gather(0, below)[0] for part in (slopes, least)),
+        *(part.gather(0, above)[0] for part in (slopes, most)),
+    )
