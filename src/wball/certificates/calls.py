@@ -92,9 +92,6 @@ def attribute(func: Any) -> str | None:
     )
 
 
-_INDEXED = known("__getitem__")
-
-
 class Source(NamedTuple):
     """A tensor that depends on the image: its operation, and its shape before the call."""
 
@@ -436,7 +433,9 @@ class Call:
         return Diagonal(self.name, self.inputs, self.shape, maps[0], maps[1])
 
     def _generic(self, signed: bool = False) -> Op:
-        if self.func in _INDEXED and not all(_basic(i) for i in _listed(self.args[1])):
+        if LINEAR_FUNCTIONS.get(self.func) == "__getitem__" and not all(
+            _basic(i) for i in _listed(self.args[1])
+        ):
             raise self.refuse("only numbers and slices as an index")
         function = self.function()
         self._check_affine(function)

@@ -81,8 +81,8 @@ def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
     tangent = (curve.function(middle + 1e-4) - curve.function(middle - 1e-4)) / 2e-4
 
     slopes = torch.stack([torch.zeros_like(low), chord, tangent, torch.ones_like(low)])
-    least, most = torch.full_like(slopes, math.inf), torch.full_like(slopes, -math.inf)
     size = torch.zeros_like(slopes)
+    least, most = size + math.inf, size - math.inf
     for k in range(POINTS + 1):
         v = start + step * k
         line = slopes * v

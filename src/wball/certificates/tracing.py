@@ -42,7 +42,7 @@ from wball.certificates.trust import UnsupportedModule
 from wball.model import evaluating
 
 BATCH = 3
-"""Images of the run without values."""
+"""Images of the run without values; there are more points to probe."""
 
 
 def trace(
@@ -268,7 +268,6 @@ class Recorder(TorchFunctionMode):
         self.depends: set[int] = set()  # memory of tensors that depend on the image
         self.constants: list[tuple[Tensor, int]] = []  # with the version that was read
         self.inside: int | None = None  # the thread that is in a recorded call
-        self.real = not isinstance(x, Valueless)
         self._append(Input("image", (), tuple(x.shape[1:])), x)
 
     def graph(self, logits: Any) -> Graph:
@@ -320,7 +319,7 @@ class Recorder(TorchFunctionMode):
             return None
         _, lines, given = self.ran.setdefault(frame.f_code, (frame.f_globals, set(), []))
         lines.add(frame.f_lineno)
-        if event == "call" and self.real and not trust.is_own(frame.f_back):
+        if event == "call" and self.batch > BATCH and not trust.is_own(frame.f_back):
             given.append(dict(frame.f_locals))
         return self.follow
 

@@ -224,7 +224,7 @@ class _Digest(pickle.Pickler):
             form = str((value.dtype, value.shape, value.stride(), value.storage_offset()))
             return form, self._memory(value), grad, self._named(vars(value))
         if isinstance(value, (staticmethod, classmethod, property)):
-            return [value.fget] if isinstance(value, property) else [value.__func__]
+            return [getattr(value, "fget", None) or value.__func__]
         if not isinstance(value, CODE):
             return None
         name = getattr(value, "__qualname__", value.__name__)
