@@ -154,7 +154,7 @@ def _module(name: str, packages: Set[str]) -> dict[str, Any]:
     return getattr(getter, "__globals__", vars(found))
 
 
-def _is_library(value: type | ModuleType) -> bool:
+def _is_library(value: Any) -> bool:
     """Whether a class or module is the one that a library has under its name."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__
     held = _module(home, LIBRARIES | sys.stdlib_module_names)
@@ -224,7 +224,7 @@ class _Digest(pickle.Pickler):
             form = str((value.dtype, value.shape, value.stride(), value.storage_offset()))
             return form, self._memory(value), grad, self._named(vars(value))
         if isinstance(value, (staticmethod, classmethod, property)):
-            return [getattr(value, "fget", None) or value.__func__]
+            return [value.fget] if isinstance(value, property) else [value.__func__]
         if not isinstance(value, CODE):
             return None
         name = getattr(value, "__qualname__", value.__name__)
@@ -282,7 +282,7 @@ class _Digest(pickle.Pickler):
             if kind.__module__.split(".")[0] not in LIBRARIES:
                 raise hidden(value)
             return str, (found,), self._named(held)
-        named = self._named(held, names_only=_is_library(kind))
+        named = self._named(held, _is_library(kind))
         state = found[2] if len(found) > 2 and isinstance(found[2], tuple) else found[2:3]
         rest = [p for p in state if not isinstance(p, dict) or p.keys() != held.keys()]
         base = value.base if isinstance(value, np.ndarray) else None
