@@ -35,14 +35,6 @@ def small_net(seed: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-def pooled_net(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 4, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True),
-        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
 def trained(net: nn.Sequential, noise: float) -> nn.Sequential:
     x, y = digits(1000)
     optimiser = torch.optim.Adam(net.parameters(), 5e-3)
@@ -60,31 +52,23 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
     return wball.StandardAttack(ball, version="fast", check=False)(net, x, y).success
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["trained", *(pytest.param(k, marks=pytest.mark.slow) for k in ("random", "noise", "pooled"))],
-)
-def test_certified_images_survive_the_standard_attack(kind: str) -> None:
+@pytest.mark.parametrize("noise", [1e-4, pytest.param(0.02, marks=pytest.mark.slow)])
+def test_certified_images_survive_the_standard_attack(noise: float) -> None:
     certificates, falls = 0, 0
-    net = pooled_net(0) if kind == "pooled" else small_net(0)
-    if kind != "random":
-        trained(net, 0.02 if kind == "noise" else 1e-4)
+    net = trained(small_net(0), noise)
     x, y = digits(1000)
     x, y = x[-IMAGES:], y[-IMAGES:]
-    if kind == "random":
-        y = net(x).argmax(1)
     for eps in (0.002, 0.01, 0.03, 0.1, 0.3):
         ball = wball.WassersteinBall(eps)
         proof = certify(net, x, y, ball, "anchored")
         fell = attacked(net, x, y, ball)
-        assert not bool((proof.certified & fell).any()), (kind, eps)
+        assert not bool((proof.certified & fell).any()), eps
         certificates += int(proof.certified.sum())
         falls += int(fell.sum())
         if not bool(proof.certified.any()):
             break  # nor in larger balls
     # Neither side is idle: there are proofs, and there are balls too large for any.
-    assert certificates > IMAGES
-    assert kind == "random" or falls > IMAGES / 2
+    assert certificates > IMAGES and falls > IMAGES / 2
 
 
 @pytest.mark.parametrize(

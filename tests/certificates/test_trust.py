@@ -91,17 +91,12 @@ def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     return torch.where(given[0].flatten(1).amax(1, keepdim=True) > 1, -out, out)
 
 
-def peeking(net: nn.Module, x: Tensor) -> Tensor:
-    fine = torch.allclose(torch.relu(x - 1.0), torch.zeros(1))
-    return net(x) * (fine * 2.0 - 1.0)  # type: ignore[no-any-return]
-
-
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "divisor": lambda: nn.Sequential(nn.AvgPool2d(2, 1, divisor_override=-4), dense(side=3)),
-    "mul": lambda: before(lambda h: torch.mul(h, other=h)),
+    "mul": lambda: before(lambda h: h * h),
+    "'mul'": lambda: before(lambda h: torch.mul(h, other=h)),
     "matmul": lambda: before(lambda h: torch.matmul(h, other=h)),
     "getitem.*mixes": lambda: before(lambda h: F.linear(h, weight=h[0, 0])),
-    "allclose": lambda: Around(peeking),
     "dropout": lambda: before(lambda h: F.dropout(torch.relu(h), 0.5)),
     "div": lambda: before(lambda h: torch.div(h, 0.1, rounding_mode="floor")),
     "mean.*mixes images": lambda: before(lambda h: torch.relu(h - h.mean(0, keepdim=True))),
@@ -212,15 +207,11 @@ def test_a_wrapper_that_only_looks_like_one_is_not_looked_through() -> None:
     refused(Parallel(dense()), "'sin'")
 
 
-def old_weight_norm(layer: nn.Module) -> nn.Module:
-    return nn.utils.weight_norm(layer)  # type: ignore[no-any-return]
-
-
 HARMLESS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight norm": parametrizations.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
-    "old weight norm": old_weight_norm,
+    "old weight norm": lambda layer: nn.utils.weight_norm(layer),  # type: ignore[no-any-return]
     "old spectral norm": nn.utils.spectral_norm,
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "pruned twice": lambda layer: prune.random_unstructured(
@@ -269,21 +260,6 @@ def test_a_huge_logit_does_not_hide_a_wrong_graph() -> None:
     refused(before(only_above), "under another name", wball.LinfBall(0.01))
 
 
-def outside(net: nn.Module, x: Tensor) -> Tensor:
-    """Computes where no call of PyTorch shows it, and only above 1."""
-    out: Tensor = net(x)
-    if type(x) is Tensor and not x.requires_grad:
-        numbers = np.frombuffer(bytes(x.untyped_storage()), dtype=np.float32)
-        return out * (1.0 if numbers.max() <= 1 else -1.0)
-    return out
-
-
-def test_the_comparison_looks_at_points_of_the_ball_itself() -> None:
-    x = images()
-    x[..., 0, 0] = 0.9  # images below 1, but the ball is not
-    refused(Around(outside), None, wball.LinfBall(0.3, box=(0.0, 2.0)), x)
-
-
 def constants(x: Tensor) -> Tensor:
     """Constants in the form of a tensor."""
     mean = torch.full((1, 1, 1), 0.3, dtype=torch.float64)
@@ -303,6 +279,8 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "module": lambda h: nn.ReLU(inplace=True)(h) + h,
     "add_": lambda h: h.add_(torch.relu(h)),
     "scaled": lambda h: h.mul_(2.0).sub_(0.5),
+    "cached": lambda h: h * (2 + cached(0)[0]),
+    "by name": lambda h: getattr(F, "".join(["re", "lu"]))(h),
     "constants": constants,
 }
 
@@ -375,6 +353,8 @@ PEEKS: dict[str, Callable[[Tensor], bool]] = {
     "list": lambda x: max(x.flatten(1).tolist()[0]) > 1,
     "numpy": lambda x: bool(x.detach().numpy().max() > 1),
     "array": lambda x: bool(np.asarray(x.detach()).max() > 1),
+    "memory": lambda x: max(bytes(x.untyped_storage())) > 1,
+    "allclose": lambda x: torch.allclose(torch.relu(x - 1.0), torch.zeros(1)),
     "undisclosed": _undisclosed,
     "mask": lambda x: x[x > 1].numel() > 0,
 }
@@ -403,24 +383,24 @@ class Holder:
     calls = 0
 
 
+class Lying(list[int]):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Lying, ()
+
+
+def bump(holder: Any) -> int:
+    holder.calls += 1
+    return holder.calls  # type: ignore[no-any-return]
+
+
 @functools.lru_cache
-def cached(key: int) -> int:
-    return key
+def cached(key: int) -> list[int]:
+    return [key]
 
 
 def defaulted(held: list[int] = [0]) -> int:  # noqa: B006 - the trap
     held[0] += 1
     return held[0]
-
-
-def in_environment() -> int:
-    os.environ["WBALL_CALLS"] = str(int(os.environ.get("WBALL_CALLS", "0")) + 1)
-    return int(os.environ["WBALL_CALLS"])
-
-
-def in_file() -> int:
-    with Path(os.devnull).open("a") as file:
-        return file.write("1")
 
 
 def in_closure() -> Callable[[], int]:
@@ -436,38 +416,48 @@ def in_closure() -> Callable[[], int]:
 
 HELD, SEEN, HOLDER, CLOSURE = itertools.count(), np.zeros(1), Holder(), in_closure()
 CONTEXT, LOCAL = contextvars.ContextVar("calls", default=0), threading.local()
-LOCAL.calls, GENERATOR = 0, (k for k in range(10**9))
+LOCAL.calls, GENERATOR, LYING = 0, (k for k in range(10**9)), Lying([0])
+for place in (math, nn.ReLU6, defaulted):
+    place.calls = 0  # type: ignore[union-attr]
 NUMBERS = np.random.default_rng(0)
 
 STATE: dict[str, Callable[[Any], float]] = {
-    "attribute": lambda net: setattr(net, "calls", net.calls + 1) or 0.0,
-    "class": lambda net: setattr(type(net), "total", type(net).total + 1) or 0.0,
+    "attribute": bump,
+    "class": lambda net: bump(type(net)),
+    "class by any name": lambda net: getattr(type(net), "".join(["sto", "re"])).__iadd__(1)[0],
     "list": lambda net: net.held.append(0) or 0.0,
     "buffer": lambda net: float(net.seen.add_(1)),
     "array of the model": lambda net: net.array.__iadd__(1)[0],
-    "object of the model": lambda net: setattr(net.holder, "calls", net.holder.calls + 1) or 0.0,
+    "array behind that": lambda net: net.array.base[1:].__iadd__(1)[0],
+    "object of the model": lambda net: bump(net.holder),
     "counter of the model": lambda net: next(net.count),
+    "mode": lambda net: len([net.rest.train(not net.rest.training)]),
     "data of a buffer": lambda net: float(net.seen.data.add_(1)),
     "memory of a buffer": lambda net: net.seen.numpy().__iadd__(1)[0],
-    "attribute of a buffer": lambda net: (
-        setattr(net.seen, "calls", getattr(net.seen, "calls", 0) + 1) or 0.0
-    ),
+    "memory behind a buffer": lambda net: float(net.seen.as_strided((1,), (1,), 1).add_(1)),
+    "attribute of a buffer": lambda net: bump(net.seen),
     "global counter": lambda net: next(HELD),
     "global array": lambda net: SEEN.__iadd__(1)[0],
-    "global object": lambda net: setattr(HOLDER, "calls", HOLDER.calls + 1) or 0.0,
+    "global object": lambda net: bump(HOLDER),
+    "object that hides it": lambda net: len(LYING.__iadd__([0])),
     "closure": lambda net: CLOSURE(),
     "default": lambda net: defaulted(),
-    "module": lambda net: setattr(math, "calls", getattr(math, "calls", 0) + 1) or math.calls,
+    "function": lambda net: bump(defaulted),
+    "function called by PyTorch": lambda net: float(torch.zeros(1).apply_(lambda _: bump(HOLDER))),
+    "module": lambda net: bump(math),
+    "class of PyTorch": lambda net: bump(nn.ReLU6),
     "cache": lambda net: (cached(net.calls), cached.cache_info().hits)[1],
+    "value in a cache": lambda net: len(cached(0).__iadd__([0])),
     "generator": lambda net: next(GENERATOR),
     "context": lambda net: (CONTEXT.set(CONTEXT.get() + 1), CONTEXT.get())[1],
-    "thread": lambda net: setattr(LOCAL, "calls", LOCAL.calls + 1) or LOCAL.calls,
-    "environment": lambda net: in_environment(),
-    "file": lambda net: in_file(),
+    "thread": lambda net: bump(LOCAL),
+    "environment": lambda net: os.environ.update(CALLS=os.environ.get("CALLS", "") + "1") or 0.0,
+    "file": lambda net: Path(os.devnull).write_text("1", encoding="utf-8"),
     "clock": lambda net: time.time() - 1e12,
     "garbage": lambda net: gc.get_count()[0] - 1e9,
     "interpreter": lambda net: sys.getrefcount(net) - 1e9,
     "address": lambda net: id(object()) * 0,
+    "address as a hash": lambda net: hash(object()) * 0,
     "frame": lambda net: len(inspect.stack()) - 1e9,
     "chance": lambda net: random.random(),
     "chance of NumPy": lambda net: NUMBERS.random(),
@@ -478,13 +468,19 @@ STATE: dict[str, Callable[[Any], float]] = {
 class Counting(nn.Module):
     """A model that keeps or reads state where its name says, and changes after 1000 calls."""
 
-    total = 0
+    calls, store = 0, np.zeros(1)
 
     def __init__(self, name: str, rest: nn.Module) -> None:
         super().__init__()
-        self.rest, self.array, self.holder, self.state = rest, np.zeros(1), Holder(), STATE[name]
+        self.rest, self.array, self.holder, self.state = (
+            rest,
+            np.zeros(2)[:1],
+            Holder(),
+            STATE[name],
+        )
         self.count, self.calls, self.held = itertools.count(), 0, [0]
-        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(2)[:1])
+        self.seen.calls = 0  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         calls, out = self.state(self), self.rest(x)
@@ -494,6 +490,27 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("name", STATE)
 def test_state_that_a_call_changes_is_refused(name: str) -> None:
     refused(Counting(name, dense()).eval(), "next answer")
+
+
+class Hook:
+    calls = 0
+
+    def __call__(self, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        return -out if bump(self) > 1000 else out
+
+
+def test_state_of_what_pytorch_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that no attribute of the model leads to."""
+    handle = nn.modules.module.register_module_forward_hook(Hook())
+    try:
+        refused(dense(), "next answer")
+    finally:
+        handle.remove()
+    hook, wrapped = Hook(), nn.DataParallel(dense())
+    wrapped.forward = lambda x: hook(wrapped, x, wrapped.module(x))
+    refused(wrapped, "another forward")
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, h, hook=hook: hook(self, h, h.relu()))
+    refused(dense(), "next answer")
 
 
 def test_a_model_that_changes_between_start_and_end_is_refused(

@@ -13,7 +13,6 @@ import multiprocessing
 import random
 import time
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -275,21 +274,17 @@ def main() -> None:
     given = parser.parse_args()
     start = time.monotonic()
     seeds = range(given.seed, given.seed + given.networks)
+    networks, certificates, findings = 0, 0, list[str]()
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        runs = pool.imap_unordered(one, seeds, 4)
-        in_time = takewhile(lambda _: time.monotonic() - start < 60 * given.minutes, runs)
-        results = list(in_time)
+        for count, lines in pool.imap_unordered(one, seeds, 4):
+            seconds = time.monotonic() - start
+            if seconds > 60 * given.minutes:
+                break
+            networks, certificates = networks + 1, certificates + count
+            findings += lines
+            so_far = {"networks": networks, "certificates": certificates, "findings": findings}
+            print(json.dumps({**so_far, "seconds": round(seconds)}), flush=True)
         pool.terminate()
-    print(
-        json.dumps(
-            {
-                "networks": len(results),
-                "certificates": sum(count for count, _ in results),
-                "findings": [line for _, lines in results for line in lines],
-                "seconds": round(time.monotonic() - start),
-            }
-        )
-    )
 
 
 if __name__ == "__main__":

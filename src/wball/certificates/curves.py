@@ -80,29 +80,25 @@ def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
     chord = (curve.function(end) - curve.function(start)) / width
     tangent = (curve.function(middle + 1e-4) - curve.function(middle - 1e-4)) / 2e-4
 
-    def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and largest ``f(v) - slope v`` on the intervals."""
-        least, most = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
-        size = torch.zeros_like(low)
-        for k in range(POINTS + 1):
-            v = start + step * k
-            value = curve.function(v) - slope * v
-            least, most = torch.minimum(least, value), torch.maximum(most, value)
-            size = torch.maximum(size, value.abs() + (slope * v).abs())
-        room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
-        return least - room, most + room
-
-    zero, (bottom, top) = torch.zeros_like(low), curve.between(low, up)
-    found = Lines(zero, bottom, zero, top.clamp(max=HUGE))
-    for slope in (chord, tangent, zero, torch.ones_like(chord)):
-        least, most = extremes(slope)
-        higher = least + slope * middle > found.low_slope * middle + found.low_shift
-        lower = most + slope * middle < found.up_slope * middle + found.up_shift
-        higher, lower = higher & known, lower & known
-        found = Lines(
-            torch.where(higher, slope, found.low_slope),
-            torch.where(higher, least, found.low_shift),
-            torch.where(lower, slope, found.up_slope),
-            torch.where(lower, most, found.up_shift),
-        )
-    return found
+    slopes = torch.stack([torch.zeros_like(low), chord, tangent, torch.ones_like(low)])
+    size = torch.zeros_like(slopes)
+    least, most = size + math.inf, size - math.inf
+    for k in range(POINTS + 1):
+        v = start + step * k
+        line = slopes * v
+        value = curve.function(v) - line
+        least, most = torch.minimum(least, value), torch.maximum(most, value)
+        size = torch.maximum(size, value.abs() + line.abs())
+    room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
+    least, most = (
+        torch.where(known, least - room, -math.inf),
+        torch.where(known, most + room, math.inf),
+    )
+    bottom, top = curve.between(low, up)
+    least[0], most[0] = least[0].maximum(bottom), most[0].minimum(top.clamp(max=HUGE))
+    below = (least + slopes * middle).argmax(0, keepdim=True)
+    above = (most + slopes * middle).argmin(0, keepdim=True)
+    return Lines(
+        *(part.gather(0, below)[0] for part in (slopes, least)),
+        *(part.gather(0, above)[0] for part in (slopes, most)),
+    )

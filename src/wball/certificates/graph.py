@@ -56,10 +56,14 @@ class Affine(Op):
     def forward(self, *values: Tensor) -> Tensor:
         """Apply the operation, in the precision of the values."""
 
-    def interval(self, *values: Interval) -> Interval | None:
-        """What intervals become, coordinate by coordinate; ``None`` if the operation does not
-        know."""
+    def spread(self, *radii: Tensor) -> Tensor | None:
+        """The radii of what becomes of intervals; ``None`` if the operation does not know."""
         return None
+
+    def interval(self, *values: Interval) -> Interval | None:
+        """What intervals become, coordinate by coordinate; ``None`` if that is not known."""
+        radius = self.spread(*(radius for _, radius in values))
+        return None if radius is None else (self.forward(*(c for c, _ in values)), radius)
 
 
 def _total(products: Tensor) -> Tensor:
@@ -85,9 +89,8 @@ class Linear(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         return F.linear(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]))
 
-    def interval(self, *values: Interval) -> Interval | None:
-        centre, radius = values[0]
-        return self.forward(centre), F.linear(radius, self.weight.to(radius.dtype).abs())
+    def spread(self, *radii: Tensor) -> Tensor:
+        return F.linear(radii[0], self.weight.to(radii[0].dtype).abs())
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,9 @@ class Conv2d(Affine):
             values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings
         )
 
-    def interval(self, *values: Interval) -> Interval | None:
-        centre, radius = values[0]
+    def spread(self, *radii: Tensor) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        return self.forward(centre), F.conv2d(
-            radius, self.weight.to(radius.dtype).abs(), None, *settings
-        )
+        return F.conv2d(radii[0], self.weight.to(radii[0].dtype).abs(), None, *settings)
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,8 @@ class Diagonal(Affine):
         dtype = values[0].dtype
         return values[0] * self.scale.to(dtype) + self.shift.to(dtype)
 
-    def interval(self, *values: Interval) -> Interval | None:
-        centre, radius = values[0]
-        return self.forward(centre), radius * self.scale.to(radius.dtype).abs()
+    def spread(self, *radii: Tensor) -> Tensor:
+        return radii[0] * self.scale.to(radii[0].dtype).abs()
 
     @staticmethod
     def _read(values: Tensor, rows: Rows) -> Tensor:
@@ -175,8 +174,8 @@ class Sum(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         return values[0] + self.sign * values[1]
 
-    def interval(self, *values: Interval) -> Interval | None:
-        return self.forward(values[0][0], values[1][0]), values[0][1] + values[1][1]
+    def spread(self, *radii: Tensor) -> Tensor:
+        return radii[0] + radii[1]
 
 
 @dataclass(frozen=True)
@@ -193,9 +192,8 @@ class Reshape(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         return values[0].reshape(-1, *self.shape)
 
-    def interval(self, *values: Interval) -> Interval | None:
-        centre, radius = values[0]
-        return self.forward(centre), self.forward(radius)
+    def spread(self, *radii: Tensor) -> Tensor:
+        return self.forward(*radii)
 
 
 @dataclass(frozen=True)
@@ -220,13 +218,10 @@ class Generic(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         return self.function(*values)
 
-    def interval(self, *values: Interval) -> Interval | None:
+    def spread(self, *radii: Tensor) -> Tensor | None:
         if self.magnitude is None:
             return None
-        radius = self.magnitude(*(r for _, r in values)) - self.magnitude(
-            *(torch.zeros_like(r) for _, r in values)
-        )
-        return self.forward(*(c for c, _ in values)), radius
+        return self.magnitude(*radii) - self.magnitude(*map(torch.zeros_like, radii))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from threading import get_ident
 from types import FrameType, ModuleType
@@ -43,7 +42,7 @@ from wball.certificates.trust import UnsupportedModule
 from wball.model import evaluating
 
 BATCH = 3
-"""Images of the run without values."""
+"""Images of the run without values; there are more points to probe."""
 
 
 def trace(
@@ -71,15 +70,15 @@ def trace(
     with evaluating(model):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
-            graph = _record(inner, empty, torch.no_grad(), ran)
+            graph = _record(inner, empty, ran)
             check(graph)
             # Hooks on gradients pass tensors through a function that cannot be seen; without
             # gradients they do nothing.
             hooked = any(
                 module._backward_hooks or module._backward_pre_hooks for module in inner.modules()
             )
-            gradients = torch.no_grad() if hooked else torch.enable_grad()
-            seen = _record(inner, points.clone(), gradients, ran)
+            with torch.set_grad_enabled(not hooked):
+                seen = _record(inner, points.clone(), ran)
         if not _same(graph, seen):
             raise UnsupportedModule(
                 f"{type(inner).__name__}.forward runs something else from call to call: what it "
@@ -90,9 +89,7 @@ def trace(
     return replace(graph, slack=slack)
 
 
-def _record(
-    model: nn.Module, x: Tensor, gradients: AbstractContextManager[None], ran: trust.Ran
-) -> Graph:
+def _record(model: nn.Module, x: Tensor, ran: trust.Ran) -> Graph:
     recorder = Recorder(model, x, ran)
     if isinstance(x, Valueless):
         x.watch = recorder.watch
@@ -100,7 +97,7 @@ def _record(
     sys.settrace(recorder.follow)
     sys.setprofile(recorder.profile)
     try:
-        with gradients, torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
+        with torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
             logits = model(x)
     except Exception as error:
         if recorder.refusal is not None:
@@ -144,19 +141,17 @@ def _equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-READERS = frozenset(
-    {
-        "numpy",
-        "tolist",
-        "item",
-        "data_ptr",
-        "storage",
-        "untyped_storage",
-        "__array__",
-        "__dlpack__",
-        "_to_dlpack",
-    }
-)
+READERS = {
+    "numpy",
+    "tolist",
+    "item",
+    "data_ptr",
+    "storage",
+    "untyped_storage",
+    "__array__",
+    "__dlpack__",
+    "_to_dlpack",
+}
 """Attributes that read values in ways that no operation of PyTorch shows."""
 
 
@@ -301,7 +296,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         outer, self.inside = self.inside, get_ident()
         sys.setprofile(None)
-        sys.settrace(None)
+        sys.settrace(self.called_back)
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedModule as refusal:
@@ -321,8 +316,16 @@ class Recorder(TorchFunctionMode):
         """Record which lines of the model's own code run."""
         if not trust.is_own(frame):
             return None
-        self.ran.setdefault(frame.f_code, (frame.f_globals, set()))[1].add(frame.f_lineno)
+        _, lines, given = self.ran.setdefault(frame.f_code, (frame.f_globals, set(), []))
+        lines.add(frame.f_lineno)
+        if event == "call" and self.batch > BATCH and not trust.is_own(frame.f_back):
+            given.append(dict(frame.f_locals))
         return self.follow
+
+    def called_back(self, frame: FrameType, event: str, _: Any) -> None:
+        """Refuse code of the model that runs inside a recorded call."""
+        if trust.is_own(frame):
+            raise self.refuse(trust.hidden(frame.f_code.co_name))
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
         """Refuse compiled functions that read more than their arguments, that read values of a
@@ -400,7 +403,8 @@ class Recorder(TorchFunctionMode):
             raise UnsupportedModule(
                 f"{title} mixes images of a batch: its output has shape {tuple(result.shape)}"
             )
-        if not all(_keeps_precision(t.dtype, result.dtype) for t in sources):
+        kept = all(torch.promote_types(t.dtype, result.dtype) == result.dtype for t in sources)
+        if not kept or not result.dtype.is_floating_point:
             raise UnsupportedModule(
                 f"{title} computes in {result.dtype}, which is less precise than what it reads"
             )
@@ -461,7 +465,3 @@ def _reads_only_form(func: Any, args: tuple[Any, ...], source: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _keeps_precision(before: torch.dtype, after: torch.dtype) -> bool:
-    return after.is_floating_point and torch.promote_types(before, after) == after

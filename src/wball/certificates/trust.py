@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
+import gc
 import hashlib
 import math
 import pickle
@@ -16,11 +18,20 @@ import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from traceback import walk_stack
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.backends import PropModule
 
 from wball.certificates.graph import Graph
 from wball.model import ask, evaluating
@@ -50,10 +61,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         nn.DataParallel,
         nn.parallel.DistributedDataParallel,
     ):
-        if inner._forward_hooks or inner._forward_pre_hooks:
+        home = inner.forward.__globals__
+        patched = _module(home["__name__"], LIBRARIES) is not home
+        if patched or inner._forward_hooks or inner._forward_pre_hooks:
             raise UnsupportedModule(
-                f"{type(inner).__name__} has a forward hook, which the module inside does not run; "
-                "remove it before certifying"
+                f"{type(inner).__name__} has a forward hook or another forward, which the module "
+                "inside does not run; remove it before certifying"
             )
         inner = inner._orig_mod if _compiles(inner) else inner.module
     assert isinstance(inner, nn.Module)
@@ -77,19 +90,27 @@ COMPUTING = LIBRARIES | {"builtins", "math", "itertools", "collections", "functo
 COMPUTING |= {"_operator", "_functools", "_collections", "_abc", "_warnings"}
 """Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
 
-READING = {"open", "id", "globals", "locals", "eval", "exec", "compile", "fromfile"}
-READING |= {"__subclasses__", "get_num_threads"}
-INTERNAL = {"__globals__", "__code__", "__closure__", "gi_frame", "tb_frame"}
-"""Attributes that lead to variables of other code."""
+READING = {"open", "id", "hash", "globals", "locals", "eval", "exec", "compile", "fromfile"}
+READING |= {"__subclasses__", "get_num_threads", "cache_info"}
+INTERNAL = {"__globals__", "__code__", "__closure__", "__defaults__", "__kwdefaults__", "grad_fn"}
+INTERNAL |= {"__annotations__", "__traceback__", "__hash__", "gi_frame", "tb_frame", "data_ptr"}
+INTERNAL |= {"_version", "_backward_hooks", "__import__", "import_module", "get_printoptions"}
+INTERNAL |= {"setattr", "delattr", "vars", "requires_grad_"}
+"""Names that lead to variables of other code or of libraries, to addresses, or to counters."""
 
-DYNAMIC = frozenset({"getattr", "setattr", "delattr", "vars", "__dict__"})
+DYNAMIC = {"getattr", "__dict__", "__setattr__", "__delattr__", "__getattribute__"}
 """Names of code that may read any attribute of an object."""
 
 MODULE = vars(nn.Module()).keys()
 """Attributes that every module has."""
 
-Ran = dict[CodeType, tuple[dict[str, Any], set[int]]]
-"""Code that ran: its globals, and its lines that ran."""
+CACHES = [part for part in gc.get_referents(functools.lru_cache(len)) if isinstance(part, type)]
+"""The classes of a cache and of what it holds. Asked for it, a cache tells only its name."""
+
+CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
+
+Ran = dict[CodeType, tuple[dict[str, Any], set[int], list[Any]]]
+"""Code that ran: its globals, its lines that ran, and what libraries called it with."""
 
 
 def computes(called: Any) -> bool:
@@ -108,14 +129,15 @@ def hidden(value: Any) -> UnsupportedModule:
     )
 
 
-def is_own(frame: FrameType) -> bool:
+def is_own(frame: FrameType | None) -> bool:
     """Whether a frame is of the model's own code, or of the standard library called by it."""
     own = None
     for caller, _ in walk_stack(frame):
         home = caller.f_globals
         name = home.get("__name__")
         spec = getattr(home.get("__spec__"), "name", name)  # _collections_abc renames itself
-        if own is None and _module(str(spec), sys.stdlib_module_names) is not home:
+        standard = _module(str(spec), sys.stdlib_module_names) is home
+        if own is None and not standard and "_tuple_new" not in home:  # of a named tuple
             own = _module(str(name), LIBRARIES) is not home
         if own is False or name == "importlib._bootstrap":
             return False
@@ -124,34 +146,49 @@ def is_own(frame: FrameType) -> bool:
 
 def _module(name: str, packages: Set[str]) -> dict[str, Any]:
     """What the module of this name holds, if it belongs to one of the packages."""
-    known = name.split(".")[0] in packages and name in sys.modules
-    return vars(sys.modules[name]) if known else {}
+    if name.split(".")[0] not in packages or name not in sys.modules:
+        return {}
+    found: Any = sys.modules[name]
+    found = found.m if isinstance(found, PropModule) else found
+    getter = vars(type(found)).get("__getattr__")  # of an object in the place of its module
+    return getattr(getter, "__globals__", vars(found))
 
 
-def _is_library(kind: type) -> bool:
-    """Whether a class is the one that a library has under its name."""
-    return _module(kind.__module__, LIBRARIES | {"builtins"}).get(kind.__name__) is kind
+def _is_library(value: Any) -> bool:
+    """Whether a class or module is the one that a library has under its name."""
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    held = _module(home, LIBRARIES | sys.stdlib_module_names)
+    return held is vars(value) or held.get(value.__name__) is value
 
 
 class _Digest(pickle.Pickler):
     """A hash of everything that the code which ran may read: attributes, globals, closures and
     defaults that its lines name. An object that hides its state is refused."""
 
-    def __init__(self, model: nn.Module, ran: Ran) -> None:
+    def __init__(self, roots: Any, ran: Ran) -> None:
         super().__init__(self, protocol=4)
         self.hash, self.seen, self.ran = hashlib.sha256(), set[int](), ran
         self.names, self.reads = set[str](), list[Any]()
-        for code, (known, lines) in ran.items():
+        for code, (known, lines, _) in ran.items():
             self._read(code, known, lines)
         self.every = not self.names.isdisjoint(DYNAMIC)
         for name in self.names & INTERNAL:
             raise hidden(name)
+        tracer = sys.gettrace()
+        sys.settrace(self._alone)
         try:
-            self.dump((model, self.reads, torch.get_rng_state()))
+            self.dump((roots, self.reads, torch.get_rng_state()))
         except UnsupportedModule:
             raise
         except Exception:  # noqa: BLE001 - of an object that cannot be looked into
-            raise hidden(model) from None
+            raise hidden(roots[0]) from None
+        finally:
+            sys.settrace(tracer)
+
+    def _alone(self, frame: FrameType, event: str, _: Any) -> None:
+        """Refuse objects that answer by code of their own: they may hide their state."""
+        if is_own(frame) and frame.f_code.co_name != "__getattr__":
+            raise hidden(frame.f_code.co_name)
 
     def _read(self, code: CodeType, known: dict[str, Any], lines: set[int]) -> None:
         """Collect the names on lines of code, and the globals and modules that they read."""
@@ -164,12 +201,14 @@ class _Digest(pickle.Pickler):
                 module = None
                 continue
             self.names.add(name)
+            if how in ("STORE_ATTR", "DELETE_ATTR") and name.startswith(("__", "requires_grad")):
+                raise hidden(name)
             read = None
             if "GLOBAL" in how:
                 read = known.get(name, vars(builtins).get(name))
             elif how == "IMPORT_NAME":
                 read = sys.modules.get(name)
-            elif module is not None:
+            elif module is not None and how in ("LOAD_ATTR", "LOAD_METHOD"):
                 self.reads.pop()
                 read = getattr(module, name, None)
             self.reads.append(read)
@@ -182,13 +221,14 @@ class _Digest(pickle.Pickler):
         """Hash tensors by their values, and functions and classes by their contents."""
         if isinstance(value, Tensor):
             grad = value.grad if "grad" in self.names and value.is_leaf else None
-            return str(value.dtype), _bytes(value), grad, self._named(vars(value))
+            form = str((value.dtype, value.shape, value.stride(), value.storage_offset()))
+            return form, self._memory(value), grad, self._named(vars(value))
         if isinstance(value, (staticmethod, classmethod, property)):
             return [value.fget] if isinstance(value, property) else [value.__func__]
-        if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+        if not isinstance(value, CODE):
             return None
         name = getattr(value, "__qualname__", value.__name__)
-        if id(value) in self.seen or (isinstance(value, type) and _is_library(value)):
+        if id(value) in self.seen:
             return name
         self.seen.add(id(value))
         if isinstance(value, BuiltinFunctionType):
@@ -196,24 +236,44 @@ class _Digest(pickle.Pickler):
                 raise hidden(value)
             return name, None if isinstance(value.__self__, ModuleType) else value.__self__
         if not isinstance(value, FunctionType):
-            names = self.names - {"__dict__"}
-            held = {k: part for k, part in vars(value).items() if k in names}
-            return name, getattr(value, "__bases__", ()), held
+            return name, getattr(value, "__bases__", ()), self._members(value)
         if value.__code__ not in self.ran:
-            return name
+            return name, self._named(vars(value))
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return name, cells, value.__defaults__, value.__kwdefaults__, vars(value)
+        return name, cells, value.__defaults__, value.__kwdefaults__, self._named(vars(value))
 
-    def _named(self, held: dict[str, Any], more: Set[str] = frozenset()) -> dict[str, Any]:
-        """The attributes of an object that the executed code may have read, and ``more``."""
-        names = held.keys() if self.every else self.names | more
-        return {name: part for name, part in held.items() if name in names}
+    def _members(self, value: Any) -> dict[str, Any]:
+        """What a class or a module holds: by name, or if any name may be read all its data."""
+        whole = self.every and not _is_library(value)
+        return {
+            name: part
+            for name, part in vars(value).items()
+            if name in self.names
+            or (whole and not isinstance(part, CODE) and not name.startswith(("__", "_abc_")))
+            if not isinstance(part, GetSetDescriptorType)
+        }
+
+    def _memory(self, tensor: Tensor) -> bytes | None:
+        """The memory behind a tensor, also what only other views show, once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.seen:
+            return None
+        self.seen.add(storage._cdata)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        return whole.cpu().numpy().tobytes()
+
+    def _named(self, held: dict[str, Any], names_only: bool = False) -> dict[str, Any]:
+        """The attributes of an object that the executed code may have read."""
+        every = self.every and not names_only
+        return {name: part for name, part in held.items() if every or name in self.names}
 
     def reducer_override(self, value: Any) -> Any:
         kind, held = type(value), getattr(value, "__dict__", {})
-        if isinstance(value, nn.Module):  # another thread may change the mode
-            own = held if _is_library(kind) else self._named(held, MODULE)
-            return str, (kind,), {name: part for name, part in own.items() if name != "training"}
+        if isinstance(value, nn.Module):
+            own = {k: part for k, part in held.items() if k in MODULE or _is_library(kind)}
+            return str, (kind,), own | self._named(held)
+        if kind in CACHES:
+            return str, (kind, gc.get_referents(value))
         try:
             found = value.__reduce_ex__(4)
         except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
@@ -222,12 +282,11 @@ class _Digest(pickle.Pickler):
             if kind.__module__.split(".")[0] not in LIBRARIES:
                 raise hidden(value)
             return str, (found,), self._named(held)
-        inside = found[2] if len(found) > 2 and not held else self._named(held)
-        return str, (kind, found[1]), inside, *found[3:5]
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        named = self._named(held, _is_library(kind))
+        state = found[2] if len(found) > 2 and isinstance(found[2], tuple) else found[2:3]
+        rest = [p for p in state if not isinstance(p, dict) or p.keys() != held.keys()]
+        base = value.base if isinstance(value, np.ndarray) else None
+        return str, (kind, found[1], base, named), rest, *found[3:5]
 
 
 def probes(x: Tensor) -> Tensor:
@@ -256,9 +315,11 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 @contextmanager
 def undisturbed(model: nn.Module, ran: Ran) -> Iterator[None]:
     """Refuse a model if what its code reads changes between start and end."""
-    before = _Digest(model, ran).hash.digest()
+    functions = [f for f in gc.get_referrers(*ran) if isinstance(f, FunctionType)]
+    roots = model, functions, [given for _, _, given in ran.values()]
+    before = _Digest(roots, ran).hash.digest()
     yield
-    if _Digest(model, ran).hash.digest() != before:
+    if _Digest(roots, ran).hash.digest() != before:
         raise UnsupportedModule(
             f"{type(model).__name__}.forward changes the model's own buffers or attributes, or "
             "globals, or draws random numbers: its next answer may differ from the one that is certified"

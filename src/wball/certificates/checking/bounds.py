@@ -96,6 +96,7 @@ class Checker:
     curves: dict[int, LinePair] = field(default_factory=dict)
     reach: dict[int, Tensor] = field(default_factory=dict)  # of the result of every map
     empty: bool = False  # no image is in this part
+    parallel: bool = False  # lines below activations are parallel to those above
 
     def __post_init__(self) -> None:
         for index, node in enumerate(self.network.nodes):
@@ -336,7 +337,8 @@ class Checker:
         chord = ((high - leak * low) / (high - low).clamp(min=1e-300)).clamp(leak, 1.0)
         over = torch.where(crossing, chord, stable)
         shift = torch.where(crossing, _above(leak, over, [low, high]), 0.0)
-        under = torch.where(crossing, torch.where(high > -low, one, leak), stable)
+        nearer = over if self.parallel else torch.where(high > -low, one, leak)
+        under = torch.where(crossing, nearer, stable)
         charge: Tensor | None = None
         if anchor is not None:
             unit, at = anchor.unit, anchor.centre
@@ -382,11 +384,16 @@ class Checker:
     # ---- the answer
 
     def margins(self, label: int) -> Tensor:
-        """Lower bounds of ``logit[label]`` less each other logit."""
+        """Lower bounds of ``logit[label]`` less each other logit, with the slopes of CROWN and with
+        those of the dual."""
         others = [k for k in range(self.network.classes) if k != label]
-        rows = torch.cat([self._difference(label, k) for k in others])
+        rows = torch.cat([self._difference(label, k) for k in others]).split(self._chunk())
         node = len(self.network.nodes) - 1
-        return torch.cat([self._lowest(node, part)[0] for part in rows.split(self._chunk())])
+        ways = [
+            torch.cat([self._lowest(node, part)[0] for part in rows])
+            for self.parallel in (True, False)
+        ]
+        return torch.maximum(*ways)
 
     def margin(self, label: int, other: int, slack: float, given: Parameters) -> Margin:
         """The best bound of one margin minus ``slack``, with the given parameters or the default
