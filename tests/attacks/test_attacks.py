@@ -39,7 +39,7 @@ BALL = WassersteinBall(0.3)
 ATTACKS: dict[str, Attack] = {
     "dual averaging": DualAveraging(BALL, steps=8),
     "dual averaging, random start": DualAveraging(
-        BALL, steps=5, random_start=5.0, objective="margin"
+        BALL, steps=5, random_start=5.0, objective="margin", memory=0.9
     ),
     "pgd": PGD(BALL, steps=3),
     "pgd, entropic, l2": PGD(BALL, steps=3, step="l2", step_size=0.5, reg=1e4, random_start=True),
@@ -429,7 +429,7 @@ def test_errors_of_calls_say_what_is_wrong(
         (DualAveraging, {"ball": LinfBall(0.1)}, "WassersteinBall"),
         (DualAveraging, {"steps": 0}, "steps"),
         (DualAveraging, {"step_size": -1.0}, "step_size"),
-        (DualAveraging, {"decay": 2.0}, "decay"),
+        (DualAveraging, {"memory": 2.0}, "memory"),
         (DualAveraging, {"objective": "hinge"}, "objective"),
         (DualAveraging, {"sweeps": -1}, "sweeps"),
         (DualAveraging, {"newton": -1}, "newton"),

@@ -296,7 +296,7 @@ def test_linear_maximum(kernel: str, name: str) -> None:
 def test_linear_maximum_of_a_batch(kernel: str) -> None:
     cases = [MAXIMA[n] for n in ("random", "a black image", "a flat function", "one lit pixel")]
     a, x = (torch.cat([getattr(case, part) for case in cases]).to(DEVICE) for part in ("w", "x"))
-    moves, budget = GridCost(3).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
+    moves, budget = GridCost(9).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
     found = solver("linear_maximum", kernel)(a, x, budget, moves, point=True)
     for k in range(len(cases)):
         part = slice(k, k + 1)

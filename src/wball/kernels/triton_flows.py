@@ -18,7 +18,7 @@ from wball.kernels.triton_stencil import ON_CHIP, UNROLL
 _SWEEPS, _PLAIN = tl.constexpr(REPAIR_SWEEPS), tl.constexpr(PLAIN_SWEEPS)
 
 
-class Box(NamedTuple):
+class FlowBox(NamedTuple):
     """Bounds of the columns, and the mass beyond them that a repair may leave."""
 
     lo: tl.tensor

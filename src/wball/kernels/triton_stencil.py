@@ -51,7 +51,6 @@ RANGE, EXACT_RANGE = 60.0, SPREAD
 """Largest range of the potentials of an image, in nats, in float32 and in float64."""
 MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""
-RINGS_KEPT = tl.constexpr(MAX_RINGS)
 UNROLL, ON_CHIP = tl.constexpr(8), tl.constexpr(MAX_ON_CHIP)
 LINE = 32
 """Threads of a warp, and values of four bytes in a line of the cache."""
@@ -103,7 +102,7 @@ class Table(NamedTuple):
     pair_fee: Tensor
 
 
-class Window(NamedTuple):
+class StagedWindow(NamedTuple):
     """Moves inside a program: tables of their offsets and costs, and the cost of each ring in
     registers."""
 
@@ -322,12 +321,10 @@ def extent(values, real):
 
 @triton.jit
 def ring_fees(fee_ptr, LAYOUT: tl.constexpr):
-    """The cost of each ring, as a tuple of scalars (of the first alone where rings are not
-    kept)."""
+    """The cost of each ring, as a tuple of scalars."""
     fees = (0.0,)
-    if len(LAYOUT.ends) - 1 <= RINGS_KEPT:
-        for d in tl.static_range(1, len(LAYOUT.ends) - 1):
-            fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)
+    for d in tl.static_range(1, len(LAYOUT.ends) - 1):
+        fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)
     return fees
 
 

@@ -31,14 +31,14 @@ from wball.kernels.entropic_plan import (
     PlanRequest,
 )
 from wball.kernels.plan_rows import SPREAD
-from wball.kernels.triton_flows import Box, RowPlan, flows, pair_costs, repair, stage
+from wball.kernels.triton_flows import FlowBox, RowPlan, flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     MAX_VALUES,
     RANGE,
     Layout,
     PriceSearch,
-    Window,
+    StagedWindow,
     extent,
     pixels,
     read,
@@ -78,17 +78,17 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     lo, hi = box if box is not None else (0.0, float("inf"))
     slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    given = Given(
+    given = PlanGiven(
         *map(aligned, (x, request.b, request.budget.to(torch.float64))),
         aligned(request.kappa) if paced else numbers, aligned(psi), aligned(q), paced, warm,
-        Box(lo, hi, slack), request.moves.dearest, float(request.momentum),
+        FlowBox(lo, hi, slack), request.moves.dearest, float(request.momentum),
     )  # fmt: skip
     for exact in (False, True) if batch else ():  # the second solves what the first marks in `wide`
         staged = table.stage(2, batch, device, torch.float64 if exact else torch.float32)
         _plan_kernel[(batch,)](
-            given, Written(images, numbers, price, wide), staged, table.tables[exact],
+            given, PlanWritten(images, numbers, price, wide), staged, table.tables[exact],
             1, request.sweeps if box is not None else 0, request.newton,
-            CASE=Case(table.layout, table.pairs, box is not None, lo > 0, request.momentum > 0, exact),
+            CASE=PlanCase(table.layout, table.pairs, box is not None, lo > 0, request.momentum > 0, exact),
             num_warps=warps(table.layout.block), num_stages=1,
         )  # fmt: skip
         del staged  # before the second launch has its own
@@ -96,7 +96,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     return EntropicPlan(z, *numbers.unbind(), price, *described)
 
 
-class Given(NamedTuple):
+class PlanGiven(NamedTuple):
     """A request: images, and numbers per image. ``kappa`` counts if ``paced``, ``psi`` and ``q`` if
     ``warm``."""
 
@@ -108,12 +108,12 @@ class Given(NamedTuple):
     q: Tensor
     paced: bool
     warm: bool
-    box: Box
+    box: FlowBox
     dearest: float
     momentum: float
 
 
-class Written(NamedTuple):
+class PlanWritten(NamedTuple):
     """The answer: five images (point, ``q``, ``keep``, ``give``, chosen potentials), four numbers
     per image (two costs, scale, ``kappa``), the price, and which images are too wide for
     float32."""
@@ -124,7 +124,7 @@ class Written(NamedTuple):
     wide: Tensor
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     """What the program is compiled for: images and moves, the number of pairs of opposite moves,
     whether there is a box with or without a lower bound above 0, and momentum, and whether
     arithmetic is float64."""
@@ -168,7 +168,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
     spend = (budget * kappa).to(REAL)
     before = q
     psi = tl.where(given.warm, tl.load(given.psi + image).to(REAL), _COLD_PRICE)
-    window = Window(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
+    window = StagedWindow(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
     lo, hi, slack = given.box
 
     # s and t are the column and row terms of a move.
@@ -211,7 +211,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
         tl.store(out.wide + image, wide.to(tl.int32))
     plan, box = (
         RowPlan(x, s, t, psi, sent, received),
-        Box(lo, hi, tl.where(wide, float("inf"), slack)),
+        FlowBox(lo, hi, tl.where(wide, float("inf"), slack)),
     )
     keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
     stage(s_ptr, place, s * keep, real)

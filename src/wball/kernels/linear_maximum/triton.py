@@ -47,13 +47,13 @@ def linear_maximum(
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     table = stencil(moves, a)
     layout, rows, device = table.layout, a.shape[0], a.device
-    found = Found(
+    found = SupportFound(
         torch.empty((3, rows), dtype=torch.float32, device=device),
         torch.empty((2, rows), dtype=torch.float64, device=device),
         torch.empty(rows, dtype=torch.int32, device=device),
     )
     if rows:
-        given = Given(*map(aligned, (a, x, budget.to(torch.float64))))
+        given = SupportGiven(*map(aligned, (a, x, budget.to(torch.float64))))
         _support_kernel[(rows,)](
             given, found, (table.tables[0].fee, _steps(moves, device)), 1, max_iter, LAYOUT=layout,
             num_warps=min(32, max(4, layout.block // 128)), num_stages=1,
@@ -89,7 +89,7 @@ def _at(rings, fees, x, psi, budget):
     return value + psi.to(tl.float64) * budget, cost
 
 
-class Given(NamedTuple):
+class SupportGiven(NamedTuple):
     """Functions, images and budgets."""
 
     a: Tensor
@@ -97,7 +97,7 @@ class Given(NamedTuple):
     budget: Tensor
 
 
-class Found(NamedTuple):
+class SupportFound(NamedTuple):
     """Per row: the best price and both ends of its bracket, maximum and cost, evaluations."""
 
     prices: Tensor

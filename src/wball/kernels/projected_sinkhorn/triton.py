@@ -41,7 +41,7 @@ from wball.kernels.projected_sinkhorn import (
     ProjectedSinkhorn,
     Projection,
 )
-from wball.kernels.triton_flows import Box, RowPlan, flows, repair, stage
+from wball.kernels.triton_flows import FlowBox, RowPlan, flows, repair, stage
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
     EXACT_RANGE,
@@ -51,7 +51,7 @@ from wball.kernels.triton_stencil import (
     RANGE,
     Layout,
     PriceSearch,
-    Window,
+    StagedWindow,
     extent,
     pixels,
     read,
@@ -105,7 +105,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     gives = lo > 0  # rows keep what they have otherwise
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
     keep = torch.empty_like(x, dtype=work)
-    found = Found(
+    found = ProjectionFound(
         z=torch.empty_like(x, dtype=out),
         u=torch.empty_like(x, dtype=out),
         psi=torch.empty(batch, dtype=work, device=device),
@@ -118,15 +118,16 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     rows = torch.empty((batch, ROWS, layout.values), dtype=torch.bfloat16, device=device)
     change = torch.empty((batch, layout.values), dtype=torch.float32, device=device)
     given = (x, problem.w, problem.budget.to(torch.float64), problem.tau, *problem.start())
-    given, bounds = Given(*map(aligned, given)), _bounds((lo, hi), device)
+    given, bounds = ProjectionGiven(*map(aligned, given)), _bounds((lo, hi), device)
     for exact in (False, True) if batch else ():
         (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
         slack = (EXACT_SLACK if exact and doubly else SLACK) * problem.unit
-        limits = Limits(bounds, slack, tol if exact else max(tol, RESOLVED), MARGIN * tol)
+        limits = ProjectionLimits(bounds, slack, tol if exact else max(tol, RESOLVED), MARGIN * tol)
         in_code = not exact or layout.block <= FEW
         _projection_kernel[(batch,)](
-            given, (found, Scratch(staged, rows, change)), table.tables[exact], limits, 1, problem.max_iter, batch,
-            CASE=Case(
+            given, (found, ProjectionScratch(staged, rows, change)), table.tables[exact], limits, 1,
+            problem.max_iter, batch,
+            CASE=ProjectionCase(
                 layout if in_code else layout._replace(offsets=()),
                 gives, exact, doubly, EXACT_RANGE if exact else RANGE,
             ),
@@ -205,7 +206,7 @@ def _misfit(w, u, z, lo, hi):
     return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
 
 
-class Given(NamedTuple):
+class ProjectionGiven(NamedTuple):
     """A problem: images, a number per image, and ``lo`` and ``hi`` in float64."""
 
     x: Tensor
@@ -216,7 +217,7 @@ class Given(NamedTuple):
     psi: Tensor
 
 
-class Limits(NamedTuple):
+class ProjectionLimits(NamedTuple):
     """Mass that may remain outside the box, the tolerance, and the part of it that full columns may
     use."""
 
@@ -226,7 +227,7 @@ class Limits(NamedTuple):
     margin_tol: float
 
 
-class Found(NamedTuple):
+class ProjectionFound(NamedTuple):
     """The answer: images, numbers per image (objective, gap, allowed gap, cost, residual, scale of
     what moves), and which images are too wide for float32."""
 
@@ -240,7 +241,7 @@ class Found(NamedTuple):
     wide: Tensor
 
 
-class Scratch(NamedTuple):
+class ProjectionScratch(NamedTuple):
     """Buffers of a launch: what neighbours see, :data:`ROWS` images of earlier sweeps, and the
     change of the last sweep."""
 
@@ -258,7 +259,7 @@ class Memory(NamedTuple):
     end: tl.tensor
 
 
-class Case(NamedTuple):
+class ProjectionCase(NamedTuple):
     """What the program is compiled for: images and moves, whether rows may give less, whether
     arithmetic is float64, whether every image then continues, and the widest range of
     potentials."""
@@ -305,7 +306,7 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
     at_rest = tl.load(given.tau + image).to(tl.float64) * _total(
         _x_log_y(x, x / tl.maximum(mass, 1.2e-38)), real
     )
-    window = Window(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
+    window = StagedWindow(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
     log_tau = tl.log(tau)
 
     beta = u / tau
@@ -390,7 +391,7 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
         if given_up:
             done = True
         elif (estimate <= target * scale) | last:
-            plan, box = RowPlan(x, s, t, price, x * moved, received), Box(lo, hi, limits.slack)
+            plan, box = RowPlan(x, s, t, price, x * moved, received), FlowBox(lo, hi, limits.slack)
             keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
             # Within the budget.
             stage(s_ptr, place, s * keep, real)

@@ -46,13 +46,13 @@ from wball.kernels.proximal_newton.triton_dual import (
     TARGET,
     TOLL,
     TRIAL,
-    Case,
     D,
-    Limits,
     Listed,
     Q,
     S,
-    Table,
+    SolveCase,
+    SolveLimits,
+    SolveTable,
     U,
     Work,
     column,
@@ -117,7 +117,7 @@ def proximal_newton(
     listed = layout.block <= MAX_LISTED
     size = table.guard + batch * BUFFERS.value * layout.staged
     bits = torch.int32 if count < 32 else torch.int64
-    scratch = Scratch(
+    scratch = SolveScratch(
         torch.empty(size, dtype=torch.float64, device=device)[table.guard :],
         torch.empty((batch, 2, layout.staged + table.guard), dtype=bits, device=device),
         torch.empty((batch, 2 * count * layout.staged), dtype=torch.int16, device=device),
@@ -130,10 +130,10 @@ def proximal_newton(
     common = _numbers(lo, columns.hi, tolerance.tol, device)
     given = (x, columns.target, start, common, budget, tolerance.floor, tolerance.offset)
     _solve_kernel[(batch,)](
-        Given(*map(aligned, given)),
-        Found(best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter),
-        scratch, Table(table.tables[1].offset, *_tables(moves, device)), 1, max_iter, int(warm),
-        CASE=Case(
+        SolveGiven(*map(aligned, given)),
+        SolveFound(best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter),
+        scratch, SolveTable(table.tables[1].offset, *_tables(moves, device)), 1, max_iter, int(warm),
+        CASE=SolveCase(
             layout._replace(offsets=()), count, columns.lo > 0, columns.linear, listed,
             layout.block // 2 if listed else TILE,
         ),
@@ -219,7 +219,7 @@ class Spots(NamedTuple):
     columns: tl.tensor
 
 
-class State(NamedTuple):
+class SolveState(NamedTuple):
     """Price and ``sigma``, the dual's derivative in the price, and the size of its gradient."""
 
     psi: tl.tensor
@@ -352,7 +352,7 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     return d_psi, tl.sum(gradient * d, 0)
 
 
-class Given(NamedTuple):
+class SolveGiven(NamedTuple):
     """A problem: images, what all of them have in common (``lo``, ``hi``, ``tol``), and numbers per
     image."""
 
@@ -365,7 +365,7 @@ class Given(NamedTuple):
     offset: Tensor
 
 
-class Found(NamedTuple):
+class SolveFound(NamedTuple):
     """The fields of :class:`~wball.kernels.column_problem.Best` that are improved, and the Newton
     steps."""
 
@@ -378,7 +378,7 @@ class Found(NamedTuple):
     n_iter: Tensor
 
 
-class Scratch(NamedTuple):
+class SolveScratch(NamedTuple):
     """Memory of all programs: staged buffers, marks and lists of moves in use, lists of rows and
     columns, and the shares that a step starts from."""
 
@@ -418,7 +418,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
         tl.load(given.floor + n),
         tl.load(given.offset + n),
     )
-    limits = Limits(budget, lo, hi)
+    limits = SolveLimits(budget, lo, hi)
 
     # Outside the image nothing arrives and nothing starts.
     for first in tl.range(0, STAGED + GUARD, BLOCK):
@@ -530,7 +530,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
-                        work, spots, State(psi, sigma, slope, size), limits, table, CASE,
+                        work, spots, SolveState(psi, sigma, slope, size), limits, table, CASE,
                         GROUP if CASE.listed else 1,
                     )  # fmt: skip
                     steps += 1

@@ -33,7 +33,7 @@ which is nearly all of its time. :func:`missing` makes the arithmetic of a group
 loads."""
 
 
-class Case(NamedTuple):
+class SolveCase(NamedTuple):
     """What the program is compiled for: images, the number of moves, whether there is a lower bound
     above 0, whether columns are linear, whether rows and columns are listed, and how many an
     evaluation takes at once."""
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     tile: int
 
 
-class Table(NamedTuple):
+class SolveTable(NamedTuple):
     """Moves in the memory of the device: staged offset, cost, the move that goes back (0: none),
     and offset in an image."""
 
@@ -56,7 +56,7 @@ class Table(NamedTuple):
     flat: Tensor
 
 
-class Limits(NamedTuple):
+class SolveLimits(NamedTuple):
     """Budget and box of an image."""
 
     budget: tl.tensor

@@ -48,13 +48,13 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         block = min(BLOCK, max(32, triton.next_power_of_2(channels * sources)))
         given = (field.worth, field.stay, field.mass, field.cost, *far, problem.budget.double())
         _row_kernel[(rows,)](
-            Given(*map(aligned, given)), (value, psi), channels, choices, sources, float(problem.step), rounds,
-            CASE=Case(field.away.shape[0] if beyond else 0, block), num_warps=max(1, block // 128),
+            RowGiven(*map(aligned, given)), (value, psi), channels, choices, sources, float(problem.step), rounds,
+            CASE=RowCase(field.away.shape[0] if beyond else 0, block), num_warps=max(1, block // 128),
         )  # fmt: skip
     return value.to(dtype), psi.to(dtype)
 
 
-class Given(NamedTuple):
+class RowGiven(NamedTuple):
     """The fields of :class:`~wball.kernels.row_maximum.Field`, and the budgets."""
 
     worth: Tensor
@@ -75,7 +75,7 @@ class Size(NamedTuple):
     sources: tl.tensor
 
 
-class Case(NamedTuple):
+class RowCase(NamedTuple):
     """What the program is compiled for: tiers of mass beyond the patch, and sources looked at
     together."""
 
@@ -133,7 +133,7 @@ def _row_kernel(given, out, channels, choices, sources, step, rounds, CASE: tl.c
         far_ptr += n * channels
         elsewhere_ptr += n * channels * CASE.tiers
     budget = tl.load(given.budget + n)
-    row = Given(
+    row = RowGiven(
         worth_ptr, stay_ptr, mass_ptr, given.cost, far_ptr, elsewhere_ptr, given.away, given.budget
     )
     size = Size(channels, choices, sources)
