@@ -408,7 +408,10 @@ class Evaluation(Summarised):
 
     def to_pandas(self) -> Any:
         """The table of images as a ``pandas.DataFrame``, one row per image."""
-        from pandas import DataFrame
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
 
         return DataFrame(self.columns())
 
