@@ -429,6 +429,7 @@ def test_errors_of_calls_say_what_is_wrong(
         (DualAveraging, {"ball": LinfBall(0.1)}, "WassersteinBall"),
         (DualAveraging, {"steps": 0}, "steps"),
         (DualAveraging, {"step_size": -1.0}, "step_size"),
+        (DualAveraging, {"decay": 2.0}, "decay"),
         (DualAveraging, {"memory": 2.0}, "memory"),
         (DualAveraging, {"objective": "hinge"}, "objective"),
         (DualAveraging, {"sweeps": -1}, "sweeps"),

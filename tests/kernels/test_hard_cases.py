@@ -292,7 +292,7 @@ def test_linear_maximum(kernel: str, name: str) -> None:
         assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]))
+@pytest.mark.parametrize("kernel", dispatch.OPERATIONS["linear_maximum"])
 def test_linear_maximum_of_a_batch(kernel: str) -> None:
     cases = [MAXIMA[n] for n in ("random", "a black image", "a flat function", "one lit pixel")]
     a, x = (torch.cat([getattr(case, part) for case in cases]).to(DEVICE) for part in ("w", "x"))

@@ -132,7 +132,7 @@ def proximal_newton(
     _solve_kernel[(batch,)](
         SolveGiven(*map(aligned, given)),
         SolveFound(best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter),
-        scratch, SolveTable(table.tables[1].offset, *_tables(moves, device)), 1, max_iter, int(warm),
+        scratch, SolveTable(*table.tables[1][:2], *_tables(moves, device)), 1, max_iter, int(warm),
         CASE=SolveCase(
             layout._replace(offsets=()), count, columns.lo > 0, columns.linear, listed,
             layout.block // 2 if listed else TILE,
@@ -150,16 +150,11 @@ def _numbers(lo: float, hi: float, tol: float, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What each move costs, the move that goes back (0: none), and how far apart its ends are in an
-    image."""
+def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The move that goes back (0: none), and how far apart the ends of a move are in an image."""
     back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
     flat = torch.tensor([r * moves.shape[1] + c for r, c in moves.offsets], dtype=torch.int32)
-    return (
-        torch.tensor(moves.costs, dtype=torch.float64).to(device),
-        back.to(device),
-        flat.to(device),
-    )
+    return back.to(device), flat.to(device)
 
 
 @triton.jit
