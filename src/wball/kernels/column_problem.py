@@ -323,6 +323,14 @@ class Problem:
         """Whether there is a pixel range that a plan can leave."""
         return self.columns.hi < math.inf or self.columns.lo > 0
 
+    @property
+    def noise(self) -> Tensor:
+        """The size of the terms whose sum is the dual, to which its rounding error is
+        proportional; 0 where they do not cancel."""
+        if self.exact and not self.columns.linear:
+            return torch.zeros_like(self.budget)
+        return dot(self.columns.target.abs(), self.x)
+
     def repaired(self, plan: Plan) -> Plan:
         """A feasible plan near a plan of these rows."""
         # Opposite flows waste budget, but the entropy requires them.
