@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
-from wball.kernels.triton_stencil import ON_CHIP, UNROLL
+from wball.kernels.triton_stencil import ON_CHIP, UNROLL, weight_of
 
 _SWEEPS, _PLAIN = tl.constexpr(REPAIR_SWEEPS), tl.constexpr(PLAIN_SWEEPS)
 
@@ -56,7 +56,7 @@ def flows(
                 tl.constexpr(LAYOUT.ends[d]), tl.constexpr(LAYOUT.ends[d + 1])
             ):
                 ring += tl.load(ptr + place + toward * LAYOUT.offsets[k])
-            ring = ring * tl.exp(-psi * window.fees[d])
+            ring = ring * weight_of(psi, window.fees[d], LAYOUT.rough)
             total += window.fees[d] * ring if PAID else ring
     else:
         for k in tl.range(
@@ -64,7 +64,7 @@ def flows(
         ):
             fee = tl.load(window.fee + k)
             there = ptr + place + toward * tl.load(window.offset + k)
-            flow = tl.load(there) * tl.exp(-psi * fee)
+            flow = tl.load(there) * weight_of(psi, fee, LAYOUT.rough)
             total += fee * flow if PAID else flow
     return own * total
 
@@ -168,11 +168,12 @@ def repair(plan, box, ptr, at, window, LAYOUT: tl.constexpr, GIVES: tl.constexpr
 
 
 @triton.jit
-def pair_costs(s_ptr, t_ptr, place, s, t, psi, table, PAIRS: tl.constexpr):
+def pair_costs(s_ptr, t_ptr, place, plan, table, PAIRS: tl.constexpr, ROUGH: tl.constexpr):
     """Cost of the moves between a pixel and its partners, before and after opposite moves cancel.
 
-    ``s`` and ``t`` include their factors, as the staged terms do.
+    ``plan`` is ``s``, ``t`` and ``psi``; terms include their factors, as the staged ones do.
     """
+    s, t, psi = plan
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
     for k in tl.range(0, PAIRS, loop_unroll_factor=4):
@@ -181,8 +182,8 @@ def pair_costs(s_ptr, t_ptr, place, s, t, psi, table, PAIRS: tl.constexpr):
         back = tl.load(table.pair_fee + 2 * k + 1).to(s.dtype)
         one_way = back < 0
         back = tl.maximum(back, 0.0)
-        out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
-        into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
+        out = t * tl.load(s_ptr + ahead) * weight_of(psi, there, ROUGH)
+        into = s * tl.load(t_ptr + ahead) * weight_of(psi, back, ROUGH)
         into = tl.where(one_way, 0.0, into)
         cost += there * out + back * into
         net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)

@@ -71,6 +71,7 @@ class Layout(NamedTuple):
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
         offsets: address offset of each move, for the code; empty where programs loop over the
             table.
+        rough: whether float64 programs need the weights of moves to the precision of float32 only.
     """
 
     channels: int
@@ -84,6 +85,7 @@ class Layout(NamedTuple):
     block: int
     ends: tuple[int, ...]
     offsets: tuple[int, ...]
+    rough: bool = False
 
 
 class Table(NamedTuple):
@@ -342,26 +344,41 @@ def ring_sums(ptr, place, own, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def ring_moments(rings, fees, psi):
+def weight_of(psi, fee, ROUGH: tl.constexpr):
+    """``exp(-psi fee)``. If ``ROUGH``, in the range of float64 to the precision of float32: every
+    thread computes it, and in float64 it is most of the work of a Newton step."""
+    if ROUGH:
+        power = -1.4426950408889634 * psi * fee
+        whole = tl.floor(power)
+        bits = (tl.maximum(whole, -1023.0).to(tl.int64) + 1023) << 52
+        part = tl.exp2((power - whole).to(tl.float32))
+        return part.to(tl.float64) * bits.to(tl.float64, bitcast=True)
+    else:
+        return tl.exp(-psi * fee)
+
+
+@triton.jit
+def ring_moments(rings, fees, psi, ROUGH: tl.constexpr):
     """Mean and variance of the cost of a row, its normaliser, and the share of it that moves."""
     best = rings[0]
     pivot = tl.zeros_like(best)  # the likeliest cost: moments around it do not cancel
     moving = tl.zeros_like(best)
     for d in tl.static_range(1, len(rings)):
-        weight = rings[d] * tl.exp(-psi * fees[d])
+        weight = rings[d] * weight_of(psi, fees[d], ROUGH)
         pivot = tl.where(weight > best, fees[d], pivot)
         best = tl.maximum(best, weight)
         moving += weight
     first = -pivot * rings[0]
     second = pivot * pivot * rings[0]
     for d in tl.static_range(1, len(rings)):
-        weight = rings[d] * tl.exp(-psi * fees[d])
+        weight = rings[d] * weight_of(psi, fees[d], ROUGH)
         apart = fees[d] - pivot
         first += apart * weight
         second += apart * apart * weight
     total = rings[0] + moving
-    shift = first / total
-    return pivot + shift, tl.maximum(second / total - shift * shift, 0.0), total, moving / total
+    share = 1.0 / total
+    shift = first * share
+    return pivot + shift, tl.maximum(second * share - shift * shift, 0.0), total, moving * share
 
 
 @triton.jit
@@ -374,15 +391,17 @@ def table_moments(s_ptr, place, own, psi, window, LAYOUT: tl.constexpr):
         1, LAYOUT.ends[-1], loop_unroll_factor=UNROLL if LAYOUT.block <= ON_CHIP else 1
     ):
         fee = tl.load(window.fee + k)
-        weight = tl.load(s_ptr + place + tl.load(window.offset + k)) * tl.exp(-psi * fee)
+        weight = tl.load(s_ptr + place + tl.load(window.offset + k))
+        weight *= weight_of(psi, fee, LAYOUT.rough)
         moving += weight
         first += fee * weight
         second += fee * fee * weight
     total = own + moving
     # Nothing cancels in the mean. In the variance it may: that only makes a Newton step a poorer
     # guess.
-    mean = first / total
-    return mean, tl.maximum(second / total - mean * mean, 0.0), total, moving / total
+    share = 1.0 / total
+    mean = first * share
+    return mean, tl.maximum(second * share - mean * mean, 0.0), total, moving * share
 
 
 class PriceSearch(NamedTuple):
@@ -414,7 +433,7 @@ def solve_price(x, own, psi, search, s_ptr, place, window, LAYOUT: tl.constexpr)
     step = tl.where(search.given_up, steps + 1, 0)
     while step <= steps:
         if len(LAYOUT.offsets) > 0:
-            mean, variance, norm, moved = ring_moments(rings, window.fees, psi)
+            mean, variance, norm, moved = ring_moments(rings, window.fees, psi, LAYOUT.rough)
         else:
             mean, variance, norm, moved = table_moments(s_ptr, place, own, psi, window, LAYOUT)
         if step < steps:

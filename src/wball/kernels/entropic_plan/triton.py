@@ -52,13 +52,10 @@ from wball.kernels.triton_stencil import (
 )
 from wball.kernels.triton_stencil import why_not as _why_not
 
-_COLD_PRICE, _COST_TOL, _RANGE = (
-    tl.constexpr(COLD_PRICE),
-    tl.constexpr(COST_TOL),
-    tl.constexpr(RANGE),
+_COLD_PRICE, _COST_TOL, _RANGE, _SPREAD, _KAPPA, _PACE, _PACING = map(
+    tl.constexpr, (COLD_PRICE, COST_TOL, RANGE, SPREAD, KAPPA, PACE, PACING)
 )
-_SPREAD, _DOUBT = tl.constexpr(SPREAD), tl.constexpr(DOUBT * torch.finfo(torch.float32).eps)
-_KAPPA, _PACE, _PACING = tl.constexpr(KAPPA), tl.constexpr(PACE), tl.constexpr(PACING)
+_DOUBT = tl.constexpr(DOUBT * torch.finfo(torch.float32).eps)
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -88,7 +85,10 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         _plan_kernel[(batch,)](
             given, PlanWritten(images, numbers, price, wide), staged, table.tables[exact],
             1, request.sweeps if box is not None else 0, request.newton,
-            CASE=PlanCase(table.layout, table.pairs, box is not None, lo > 0, request.momentum > 0, exact),
+            CASE=PlanCase(
+                table.layout._replace(rough=exact), table.pairs, box is not None, lo > 0,
+                request.momentum > 0, exact,
+            ),
             num_warps=warps(table.layout.block), num_stages=1,
         )  # fmt: skip
         del staged  # before the second launch has its own
@@ -216,7 +216,8 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
     keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
     stage(s_ptr, place, s * keep, real)
     stage(t_ptr, place, t * give, real)
-    cost, net = pair_costs(s_ptr, t_ptr, place, s * keep, t * give, psi, table, CASE.pairs)
+    terms = s * keep, t * give, psi
+    cost, net = pair_costs(s_ptr, t_ptr, place, terms, table, CASE.pairs, EXACT)
     cost = tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0)
     net = tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0)
 

@@ -77,15 +77,11 @@ ROWS = 1 + 2 * REMEMBERED
 their steps. The change of the last sweep is kept in float32, and so is where it ended, in what will
 be the potential's place."""
 
-_FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(LEAST)
-_ROUNDS, _PSI_TOL, _PARTS = tl.constexpr(ROUNDS), tl.constexpr(PSI_TOL), tl.constexpr(PARTS)
-_REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
-_DOUBT, _DEPENDENT = tl.constexpr(DOUBT), tl.constexpr(DEPENDENT)
-_WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
-    tl.constexpr(WIDEST_MARGIN),
-    tl.constexpr(FAR),
-    tl.constexpr(EXCESS),
-    tl.constexpr(LESS),
+_FIRST, _LEAST, _ROUNDS, _PSI_TOL, _PARTS, _REMEMBERED, _ROWS = map(
+    tl.constexpr, (FIRST, LEAST, ROUNDS, PSI_TOL, PARTS, REMEMBERED, ROWS)
+)
+_DOUBT, _DEPENDENT, _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = map(
+    tl.constexpr, (DOUBT, DEPENDENT, WIDEST_MARGIN, FAR, EXCESS, LESS)
 )
 _RESOLUTION = tl.constexpr(16.0)  # roundings by which the cost may miss the budget at any price
 
