@@ -4,8 +4,7 @@ Every row times a function of the public API by the clock, from the call to the 
 can be read. Projections and support functions are timed in directions of four kinds (signs,
 Gaussian, smoothed, cubed Gaussian) at a small and a large radius; a row has the time of each kind,
 and its ``seconds`` are those of the worst. On a GPU, launches, values read back and extra memory of
-a call are counted, too. ``--against PATH/src`` times another version of the library on the same
-machine, and adds its seconds to each row (``before_seconds``).
+a call are counted, too.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import wball
-from benchmarks.frame import Result, Row, measured_by, options, peak_memory, timed
+from benchmarks.frame import Result, Row, options, peak_memory, timed
 from benchmarks.inputs import DIRECTIONS, Images, cifar10, direction, mnist
 from benchmarks.launches import counted
 from benchmarks.released import released_projection
@@ -145,9 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only", default="", help="calls whose name contains this, or balls, attacks, certificates"
     )
-    parser.add_argument("--against", type=Path, help="src folder of another version")
-    words = list(arguments or ())
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     device = torch.device(given.device)
     result = Result(f"calls_{device.type}", given)
     folder = given.data
@@ -167,23 +163,3 @@ def main(arguments: list[str] | None = None) -> None:
         for call in chain.from_iterable(parts):
             if given.only in f"{group}: {call.name}" and not result.has(call=call.name):
                 result.add(row(call, device, given.seconds))
-    if given.against is not None:
-        before = {
-            r["call"]: r["seconds"] for r in measured_by(given.against, "calls", _same(words))
-        }
-        for made in result.rows:
-            made["before_seconds"] = before.get(made["call"])
-            print(f"{made['call']}: {made['before_seconds']} -> {made['seconds']}", flush=True)
-        result.write()
-
-
-def _same(words: list[str]) -> list[str]:
-    """The words of a command line without ``--against`` and ``--out``."""
-    kept, skip = list[str](), False
-    for word in words:
-        skip = skip or word in ("--against", "--out")
-        if not skip:
-            kept.append(word)
-        elif word not in ("--against", "--out"):
-            skip = False
-    return kept

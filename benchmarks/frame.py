@@ -6,8 +6,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from wball import provenance
 from wball.storage.files import write_whole
 
 Row = dict[str, Any]
-ROOT = Path(__file__).parents[1]
 
 
 def options(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -149,14 +145,3 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int | None:
     run()
     torch.cuda.synchronize(device)
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before)
-
-
-def measured_by(sources: Path, name: str, words: Sequence[str]) -> list[Row]:
-    """The rows of the same benchmark with another version of the library, in its own process."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "before.json"
-        command = [sys.executable, "-m", "benchmarks", name, *words, "--out", str(out)]
-        paths = os.pathsep.join(map(str, (sources.resolve(), ROOT)))
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
-        rows: list[Row] = json.loads(out.read_text(encoding="utf-8"))["rows"]
-        return rows

@@ -68,7 +68,7 @@ def test_a_changed_result_makes_the_page_stale(
     found = json.loads(result.read_text())
     row = found["rows"][0]
     assert f"| `{row['model']}` | {row['eps']:g} | {row['robust']:.1f} % |" in first
-    assert "results/public_checks.json, CPU" in first
+    assert "results/public_checks.json, NVIDIA H200" in first
     row["robust"] = 12.3
     result.write_text(json.dumps(found))
     assert tables.main(["--check"], root) == 1 and tables.main([], root) == 0

@@ -158,7 +158,8 @@ def summary(
         for own in (True, False)
     ]
     said = [
-        f"{percent(row['attack']['accuracy']['0.3'])} (`{row['name']}`, {row['images']:,} digits)"
+        f"{percent(row['attack']['accuracy']['0.3'])} (`{row['name']}`, {row['images']:,} digits"
+        + (")" if leaderboard_page.is_latest(row) else "; earlier version of the attack)")
         for row in best
     ]
     cells = [
