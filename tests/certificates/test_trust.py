@@ -464,7 +464,7 @@ STATE: dict[str, Callable[[Any], float]] = {
     "hooks so far": lambda net: net.rest.register_state_dict_pre_hook(print).id,
     "setting": lambda net: torch.backends.mkldnn.enabled,
     "setting of an array": lambda net: net.array.setflags(not net.array.flags.writeable) or 0.0,
-    "memory of others": lambda net: float(torch.empty(1)),
+    "memory of others": lambda net: torch.empty(1),
     "address as a text": lambda net: len(f"{HOLDER}"),
     "order of a set": lambda net: len({net}),
 }
