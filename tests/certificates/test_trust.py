@@ -48,16 +48,13 @@ def dense(seed: int = 0, side: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
 
 
-def images(count: int = 4, side: int = 4) -> Tensor:
-    return torch.rand((count, 1, side, side), generator=torch.Generator().manual_seed(0))
+def images(count: int = 4) -> Tensor:
+    return torch.rand((count, 1, 4, 4), generator=torch.Generator().manual_seed(0))
 
 
-def refused(
-    model: nn.Module, match: str | None = None, ball: Any = BALL, x: Tensor | None = None
-) -> None:
-    x = images() if x is None else x
+def refused(model: nn.Module, match: str | None = None, ball: Any = BALL) -> None:
     with pytest.raises(UnsupportedModule, match=match):
-        certify(model, x, torch.zeros(x.shape[0], dtype=torch.long), ball)
+        certify(model, images(), torch.zeros(4, dtype=torch.long), ball)
 
 
 def followed(net: nn.Module) -> None:
@@ -159,6 +156,7 @@ def test_hooks_on_every_module_are_followed_and_on_wrappers_refused() -> None:
     for wrapped in (nn.DataParallel(dense()), torch.compile(dense(), backend="eager")):
         wrapped.register_forward_hook(flip)
         refused(wrapped, "forward hook")
+    refused(torch.compile(dense(), backend=lambda graph, _: graph), "another compiler")
 
 
 def test_hooks_on_gradients_do_not_matter() -> None:
@@ -230,8 +228,7 @@ def test_harmless_changes_of_weights_are_in_the_weights(name: str, place: str) -
     )  # fmt: skip
     index = {"linear": 5, "convolution": 0, "transposed": 2}[place]
     net[index] = HARMLESS[name](net[index])
-    x = images()
-    net(x)  # a step of spectral norm's power iteration
+    net(images())  # a step of spectral norm's power iteration
     net.eval()
     followed(net)
     with torch.no_grad():  # weights that change after the last call are those of the next one
@@ -291,8 +288,8 @@ def test_work_in_place_and_constants_are_followed(kind: str) -> None:
 
 
 CALLS = {
-    "one image": lambda x: x.shape[0] == 1,
-    "many images": lambda x: x.shape[0] > 32,
+    "one image": lambda x: len(x) == 1,
+    "many images": lambda x: len(x) > 32,
     "recorded": lambda x: x.requires_grad,
     "gradients": lambda x: torch.is_grad_enabled(),
     "inference": lambda x: torch.is_inference_mode_enabled(),
@@ -303,8 +300,10 @@ CALLS = {
 
 @pytest.mark.parametrize("way", CALLS)
 def test_a_model_that_answers_otherwise_in_some_calls_is_refused(way: str) -> None:
-    message = "get_ident" if way == "thread" else "something else"
-    refused(Around(lambda net, x: -net(x) if CALLS[way](x) else net(x)), message)
+    refused(
+        Around(lambda net, x: -net(x) if CALLS[way](x) else net(x)),
+        "something else|get_ident|inference",
+    )
 
 
 @torch.jit.script
@@ -314,7 +313,7 @@ def scripted(h: Tensor) -> int:
 
 
 def in_a_thread(h: Tensor) -> None:
-    work = threading.Thread(target=lambda: torch.Tensor.add_(h, torch.relu(h)), daemon=True)
+    work = threading.Thread(target=lambda: Tensor.add_(h, torch.relu(h)))
     work.start()
     work.join()
 
@@ -374,8 +373,8 @@ def test_a_model_cannot_catch_a_refusal(name: str, kind: type[BaseException]) ->
 
     net, x, ball = Around(catching), images(), wball.LinfBall(0.01)
     refused(net, None, ball)
-    proof = certify(dense(), x, dense()(x).argmax(1), wball.LinfBall(1e-6))
-    found = verify(net, x, dense()(x).argmax(1), wball.LinfBall(1e-6), proof)
+    y = dense()(x).argmax(1)
+    found = verify(net, x, y, ball, certify(dense(), x, y, ball))
     assert set(found.status) == {VerificationStatus.UNFOLLOWED} and found.reason
 
 
@@ -416,7 +415,7 @@ def in_closure() -> Callable[[], int]:
 
 HELD, SEEN, HOLDER, CLOSURE = itertools.count(), np.zeros(1), Holder(), in_closure()
 CONTEXT, LOCAL = contextvars.ContextVar("calls", default=0), threading.local()
-LOCAL.calls, GENERATOR, LYING = 0, (k for k in range(10**9)), Lying([0])
+LOCAL.calls, GENERATOR, LYING = 0, (k for k in itertools.count()), Lying([0])
 for place in (math, nn.ReLU6, defaulted):
     place.calls = 0  # type: ignore[union-attr]
 NUMBERS = np.random.default_rng(0)
@@ -452,16 +451,22 @@ STATE: dict[str, Callable[[Any], float]] = {
     "context": lambda net: (CONTEXT.set(CONTEXT.get() + 1), CONTEXT.get())[1],
     "thread": lambda net: bump(LOCAL),
     "environment": lambda net: os.environ.update(CALLS=os.environ.get("CALLS", "") + "1") or 0.0,
-    "file": lambda net: Path(os.devnull).write_text("1", encoding="utf-8"),
-    "clock": lambda net: time.time() - 1e12,
-    "garbage": lambda net: gc.get_count()[0] - 1e9,
-    "interpreter": lambda net: sys.getrefcount(net) - 1e9,
-    "address": lambda net: id(object()) * 0,
-    "address as a hash": lambda net: hash(object()) * 0,
-    "frame": lambda net: len(inspect.stack()) - 1e9,
+    "file": lambda net: Path(os.devnull).write_bytes(b"1"),
+    "clock": lambda net: time.time(),
+    "garbage": lambda net: gc.get_count()[0],
+    "interpreter": lambda net: sys.getrefcount(net),
+    "address": lambda net: id(net),
+    "address as a hash": lambda net: hash(net),
+    "frame": lambda net: len(inspect.stack()),
     "chance": lambda net: random.random(),
     "chance of NumPy": lambda net: NUMBERS.random(),
     "loaded": lambda net: len(np.fromfile(os.devnull)),
+    "hooks so far": lambda net: net.rest.register_state_dict_pre_hook(print).id,
+    "setting": lambda net: torch.backends.mkldnn.enabled,
+    "setting of an array": lambda net: net.array.setflags(not net.array.flags.writeable) or 0.0,
+    "memory of others": lambda net: torch.empty(1),
+    "address as a text": lambda net: len(f"{HOLDER}"),
+    "order of a set": lambda net: len({net}),
 }
 
 

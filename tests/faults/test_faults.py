@@ -203,13 +203,22 @@ def importing(name, *rest):
         os.kill(os.getpid(), signal.SIGINT)
     return found(name, *rest)
 """,
+    "once, and it is lost": """
+def importing(name, *rest):
+    try:
+        if name == "wball.cli.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        time.sleep(60)
+    return found(name, *rest)
+""",
 }
 
 
 @pytest.mark.parametrize("moment", INTERRUPTS)
 def test_an_interrupt_is_reported_at_any_moment(moment: str) -> None:
     code = f"""
-import builtins, os, signal, sys
+import builtins, os, signal, sys, time
 from wball import cli
 found = builtins.__import__
 {INTERRUPTS[moment]}

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 
 import wball
 from certificates.exact import gap
-from certificates.test_trust import STATE, Counting
+from certificates.test_trust import STATE, Counting, scripted
 from wball.certificates import UnsupportedModule, verify
 
 from .checks import Findings
@@ -162,11 +162,6 @@ def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
     return nn.Sequential(*parts).eval()
 
 
-@torch.jit.script
-def raised(h: Tensor) -> Tensor:
-    return h.add_(torch.relu(h - 0.5))
-
-
 def _caught(h: Tensor) -> Tensor:
     try:
         return -h if bool((h > 0.9).any()) else h
@@ -176,7 +171,7 @@ def _caught(h: Tensor) -> Tensor:
 
 TRAPS = {
     "exception": _caught,
-    "script": lambda h: raised(h.clone()),
+    "script": lambda h: (a := h.clone()) + scripted(a),
     "swap": lambda h: (torch.utils.swap_tensors(a := h.clone(), -h), a)[1],
 }
 """Steps that no bound follows: a network with one of them must be refused, like one with state."""

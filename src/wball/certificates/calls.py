@@ -25,7 +25,7 @@ from wball.certificates.graph import (
     Shape,
     Sum,
 )
-from wball.certificates.trust import UnsupportedModule
+from wball.certificates.trust import UnsupportedModule, words
 
 
 def known(names: str) -> dict[Any, str]:
@@ -67,10 +67,7 @@ LINEAR_FUNCTIONS = known(
     "native_channel_shuffle flip roll narrow select __getitem__"
 )
 DESCRIPTIONS = known("size dim ndimension __len__ numel is_floating_point stride is_contiguous")
-ATTRIBUTES = (
-    *("shape", "ndim", "dtype", "device", "is_cuda"),
-    *("requires_grad", "layout", "is_sparse", "is_quantized"),
-)
+ATTRIBUTES = words("shape ndim dtype device is_cuda requires_grad layout is_sparse is_quantized")
 """What may be asked of a tensor without reading its values."""
 
 FITTED = known("to type_as expand_as")
@@ -82,14 +79,10 @@ first."""
 def attribute(func: Any) -> str | None:
     """The tensor attribute that a call reads, if it reads one."""
     owner = getattr(func, "__self__", None)
-    read = getattr(func, "__name__", "") == "__get__" and (
-        inspect.isgetsetdescriptor(owner) or isinstance(owner, property)
-    )
-    return (
-        getattr(owner, "__name__", None) or getattr(getattr(owner, "fget", None), "__name__", None)
-        if read
-        else None
-    )
+    if getattr(func, "__name__", "") != "__get__":
+        return None
+    known = isinstance(owner, property) or inspect.isgetsetdescriptor(owner)
+    return getattr(getattr(owner, "fget", owner), "__name__", None) if known else None
 
 
 class Source(NamedTuple):
@@ -148,10 +141,8 @@ class Call:
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
         batch = self.sources[0].shape[0]
-        weight = self.func not in JOINS and not any(self.func in table for table in ARITHMETIC)
-        per_image = (
-            not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
-        )
+        joins = self.func in JOINS or any(self.func in table for table in ARITHMETIC)
+        per_image = joins and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
         self.constants.append(value)
         return value[:1] if per_image and bool((value == value[:1]).all()) else value
 
@@ -199,8 +190,7 @@ class Call:
         return Activation(self.name, self.inputs, self.shape, 0.0)
 
     def _dropout(self) -> int:
-        settings = self.bound("input", p=0.5, training=True, inplace=False)
-        if settings["training"]:
+        if self.bound("input", p=0.5, training=True, inplace=False)["training"]:
             raise self.refuse("random")
         return self.inputs[0]
 
@@ -211,8 +201,7 @@ class Call:
         return Activation(self.name, self.inputs, self.shape, slope)
 
     def _curve(self) -> Op:
-        settings = self.bound("input", inplace=False, approximate="none")
-        if settings["approximate"] != "none":
+        if self.bound("input", inplace=False, approximate="none")["approximate"] != "none":
             raise self.refuse("an approximation has other bounds")
         return Curved(self.name, self.inputs, self.shape, CURVES[self.func])
 
@@ -491,9 +480,7 @@ class Call:
             middle = function(*((a + b) / 2 for a, b in zip(first, second, strict=True)))
         except (RuntimeError, ValueError, IndexError):
             raise UnsupportedModule(f"{self.title} mixes images of a batch") from None
-        size = (
-            1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() and there.numel() else 0.0
-        )
+        size = 1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() else 0.0
         if (
             at.shape != alone.shape
             or at.shape[0] != 2
@@ -533,11 +520,7 @@ def _listed(index: Any) -> tuple[Any, ...]:
 
 
 def _basic(index: Any) -> bool:
-    return (
-        index is None
-        or index is Ellipsis
-        or (isinstance(index, (int, slice)) and not isinstance(index, bool))
-    )
+    return index is None or index is Ellipsis or type(index) in (int, slice)
 
 
 def _pair(value: Any) -> tuple[int, int]:

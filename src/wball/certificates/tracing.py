@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from threading import get_ident
-from types import FrameType, ModuleType
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from wball.certificates import trust
 from wball.certificates.calls import (
@@ -93,26 +95,28 @@ def _record(model: nn.Module, x: Tensor, ran: trust.Ran) -> Graph:
     recorder = Recorder(model, x, ran)
     if isinstance(x, Valueless):
         x.watch = recorder.watch
-    tracer, profiler = sys.gettrace(), sys.getprofile()
-    sys.settrace(recorder.follow)
-    sys.setprofile(recorder.profile)
-    try:
-        with torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
+    handles, tracer, profiler = RemovableHandle.next_id, sys.gettrace(), sys.getprofile()
+    with torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
+        sys.settrace(recorder.follow)
+        sys.setprofile(recorder.profile)
+        try:
             logits = model(x)
-    except Exception as error:
-        if recorder.refusal is not None:
-            raise recorder.refusal from None
-        raise _unfollowed(f"{type(model).__name__}.forward", error) from error
-    finally:
-        sys.setprofile(profiler if callable(profiler) else None)
-        sys.settrace(tracer)
+        except Exception as error:
+            if recorder.refusal is not None:
+                raise recorder.refusal from None
+            raise _unfollowed(f"{type(model).__name__}.forward", error) from error
+        finally:
+            sys.setprofile(profiler if callable(profiler) else None)
+            sys.settrace(tracer)
     if recorder.refusal is not None:  # whatever the model caught
         raise recorder.refusal
+    if RemovableHandle.next_id != handles:  # it counts the hooks so far
+        raise trust.hidden(RemovableHandle)
     return recorder.graph(logits)
 
 
 def _unfollowed(title: str, error: Exception) -> UnsupportedModule:
-    said = (str(error).splitlines() or [""])[0]
+    said = str(error).partition("\n")[0]
     return UnsupportedModule(
         f"{title} cannot be followed without the values of the image ({type(error).__name__}: "
         f"{said}); write the model without branches that depend on the values of tensors"
@@ -139,20 +143,6 @@ def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and torch.allclose(first, second, 0, 0, equal_nan=True)
     return type(first) is type(second) and bool(first == second)
-
-
-READERS = {
-    "numpy",
-    "tolist",
-    "item",
-    "data_ptr",
-    "storage",
-    "untyped_storage",
-    "__array__",
-    "__dlpack__",
-    "_to_dlpack",
-}
-"""Attributes that read values in ways that no operation of PyTorch shows."""
 
 
 class Valueless(Tensor):
@@ -185,9 +175,7 @@ class Valueless(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given: dict[int, Valueless] = {}
-        watch = next(
-            (t.watch for t in tree_flatten((args, kwargs))[0] if isinstance(t, Valueless)), None
-        )
+        watch = next((t.watch for t in _tensors((args, kwargs)) if isinstance(t, Valueless)), None)
         if watch is not None:
             watch(func, args, kwargs or {})
 
@@ -267,6 +255,7 @@ class Recorder(TorchFunctionMode):
         self.stale: set[Name] = set()  # changed under another name
         self.depends: set[int] = set()  # memory of tensors that depend on the image
         self.constants: list[tuple[Tensor, int]] = []  # with the version that was read
+        self.untold = False  # whether a function of PyTorch runs that no recorded call shows
         self.inside: int | None = None  # the thread that is in a recorded call
         self._append(Input("image", (), tuple(x.shape[1:])), x)
 
@@ -294,7 +283,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        outer, self.inside = self.inside, get_ident()
+        outer, self.inside, self.untold = self.inside, get_ident(), False
         sys.setprofile(None)
         sys.settrace(self.called_back)
         try:
@@ -328,30 +317,24 @@ class Recorder(TorchFunctionMode):
             raise self.refuse(trust.hidden(frame.f_code.co_name))
 
     def profile(self, frame: FrameType, event: str, called: Any) -> None:
-        """Refuse compiled functions that read more than their arguments, that read values of a
-        tensor, or of PyTorch and fail: a model that continues may have asked for values in a way
-        that no operation shows."""
-        if event not in ("c_call", "c_exception"):
+        """Refuse compiled functions that read more than their arguments, and functions of PyTorch
+        that end without a recorded call: they asked for values in a way that no operation shows, or
+        for settings that may change."""
+        if not event.startswith("c_") or not trust.is_own(frame):
             return
-        owner = called.__self__
-        reads = any(owner is held for held in self.held.values()) or (
-            isinstance(owner, (type, ModuleType)) and owner.__name__.startswith("torch")
-        )
-        home = str(frame.f_globals.get("__name__")).split(".")[0]
-        opens = called is open and home in trust.LIBRARIES
-        if event == "c_call" and not opens and not trust.is_own(frame):
-            return
-        if reads and (event == "c_exception" or called.__name__ in READERS):
-            raise self.refuse(
-                UnsupportedModule(f"{self.title(called)} asks for values of a tensor")
-            )
-        if event == "c_call" and not trust.computes(called):
+        of_torch, starts = trust.origin(called) == "torch", event == "c_call"
+        # One computes from its argument, the other is compared both ways.
+        told = called.__name__ not in ("from_numpy", "is_grad_enabled")
+        self.untold |= starts and of_torch and told
+        if not trust.computes(called) or (self.untold and of_torch and not starts):
             raise self.refuse(trust.hidden(called))
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check one operation before it runs."""
         tensors = _tensors((args, kwargs))
-        if self.inside != get_ident() and any(memory(t) in self.depends for t in tensors):
+        if self.inside != get_ident() and (
+            "empty" in str(func) or any(memory(t) in self.depends for t in tensors)
+        ):
             raise self.refuse(
                 UnsupportedModule(
                     f"{self.title(func)} runs where no function call of PyTorch shows it (a "
@@ -365,6 +348,8 @@ class Recorder(TorchFunctionMode):
         tensors = _tensors((args, kwargs))
         sources = list({label(t): t for t in tensors if label(t) in self.place}.values())
         title = self.title(func)
+        if "empty" in str(func):
+            raise trust.hidden(title)  # memory that nothing was written to
         if any(isinstance(t, Valueless) and label(t) not in self.place for t in tensors):
             raise UnsupportedModule(
                 f"{title} reads a tensor that was computed where no function call shows it"
@@ -395,7 +380,7 @@ class Recorder(TorchFunctionMode):
                     f"{title} reads the values of a tensor, or is not known: no bound follows it"
                 )
             return result
-        if changed and not (changed[0] is result is args[0] and all(t is result for t in changed)):
+        if any(not (t is result is args[0]) for t in changed):
             raise UnsupportedModule(f"{title} writes into another tensor: no bound follows it")
         if not changed and label(result) in self.place:
             return result  # one of its inputs, as it is
@@ -435,12 +420,10 @@ class Recorder(TorchFunctionMode):
 
     def module(self) -> tuple[str, str]:
         """Name and type of the innermost module of the model that is running."""
-        frame = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames[:1] else None
             if isinstance(owner, nn.Module) and id(owner) in self.names:
                 return self.names[id(owner)], type(owner).__name__
-            frame = frame.f_back  # type: ignore[assignment]
         return "", "model"
 
     def title(self, func: Any) -> str:

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import accumulate
 from traceback import walk_stack
 from types import (
     BuiltinFunctionType,
@@ -25,6 +26,7 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     ModuleType,
+    UnionType,
 )
 from typing import Any
 
@@ -57,18 +59,22 @@ class UnsupportedModule(TypeError):
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside wrappers that compile or distribute it; hooks of a wrapper are refused."""
     inner: Any = model
-    while _compiles(inner) or type(inner) in (
+    while (compiled := _compiles(inner)) or type(inner) in (
         nn.DataParallel,
         nn.parallel.DistributedDataParallel,
     ):
-        home = inner.forward.__globals__
-        patched = _module(home["__name__"], LIBRARIES) is not home
+        backend = inner.dynamo_ctx.callback if compiled else inner
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        compiler = getattr(backend, "compiler_fn", type(backend).__call__)
+        homes = [getattr(runs, "__globals__", {}) for runs in (inner.forward, compiler)]
+        patched = any(_module(h.get("__name__"), WATCHED) is not h for h in homes)
         if patched or inner._forward_hooks or inner._forward_pre_hooks:
             raise UnsupportedModule(
-                f"{type(inner).__name__} has a forward hook or another forward, which the module "
-                "inside does not run; remove it before certifying"
+                f"{type(inner).__name__} has a forward hook, another forward or another compiler, "
+                "which the module inside does not run; remove it before certifying"
             )
-        inner = inner._orig_mod if _compiles(inner) else inner.module
+        inner = inner._orig_mod if compiled else inner.module
     assert isinstance(inner, nn.Module)
     return inner
 
@@ -81,30 +87,54 @@ def _compiles(module: nn.Module) -> bool:
 
 # ---- what the model's own code reads and calls
 
-LIBRARIES = frozenset(
-    {"torch", "torchvision", "timm", "einops", "numpy", "wball", "sympy", "typing_extensions"}
+
+def words(text: str) -> frozenset[str]:
+    """The names in a text, separated by blanks."""
+    return frozenset(text.split())
+
+
+LIBRARIES = words(
+    "torch.nn torch._tensor torch.functional torch.jit torch.fx torch.utils.checkpoint "
+    "torch._jit_internal torch._library torch._ops torch._dynamo torchvision timm einops sympy "
+    "typing_extensions wball"
 )
 """Packages whose own code is not watched, with what PyTorch itself calls."""
 
-COMPUTING = LIBRARIES | {"builtins", "math", "itertools", "collections", "functools", "re"}
-COMPUTING |= {"_operator", "_functools", "_collections", "_abc", "_warnings"}
-"""Modules whose compiled functions compute from their arguments alone, but for ``READING``."""
+WATCHED = sys.stdlib_module_names | {"torch", "numpy"}
+"""Packages whose code is watched if the model's own code called it."""
 
-READING = {"open", "id", "hash", "globals", "locals", "eval", "exec", "compile", "fromfile"}
-READING |= {"__subclasses__", "get_num_threads", "cache_info"}
-INTERNAL = {"__globals__", "__code__", "__closure__", "__defaults__", "__kwdefaults__", "grad_fn"}
-INTERNAL |= {"__annotations__", "__traceback__", "__hash__", "gi_frame", "tb_frame", "data_ptr"}
-INTERNAL |= {"_version", "_backward_hooks", "__import__", "import_module", "get_printoptions"}
-INTERNAL |= {"setattr", "delattr", "vars", "requires_grad_"}
-"""Names that lead to variables of other code or of libraries, to addresses, or to counters."""
+COMPUTING = words(
+    "torch wball math itertools collections re _operator _functools _collections _abc _warnings"
+)
+"""Modules whose compiled functions compute from their arguments alone. A function of PyTorch must
+also be one that the recorder is told of."""
 
-DYNAMIC = {"getattr", "__dict__", "__setattr__", "__delattr__", "__getattribute__"}
+PURE = words(
+    "abs all any callable divmod getattr hasattr isinstance issubclass iter len max min next pow "
+    "print round sorted sum __build_class__ __new__ fromkeys array asarray arange zeros"
+)
+"""Functions of Python and NumPy, and methods of classes, that compute from their arguments
+alone."""
+
+INTERNAL = words(
+    "__globals__ __code__ __closure__ __defaults__ __kwdefaults__ __annotations__ __traceback__ "
+    "__hash__ gi_frame tb_frame grad_fn data_ptr _version _backward_hooks next_id import_module "
+    "requires_grad_ datetime64 object set frozenset BUILD_SET SET_ADD SET_UPDATE"
+)
+"""Names that lead to variables of other code or of libraries, to addresses, to counters or to the
+clock, and what makes sets, whose order depends on addresses."""
+
+FORMATS = words("FORMAT_VALUE FORMAT_SIMPLE % str format __str__ __repr__")
+"""Names and instructions that may tell the address of an object."""
+
+DYNAMIC = words("getattr __dict__ __setattr__ __delattr__ __getattribute__")
 """Names of code that may read any attribute of an object."""
 
 MODULE = vars(nn.Module()).keys()
 """Attributes that every module has."""
 
 CACHES = [part for part in gc.get_referents(functools.lru_cache(len)) if isinstance(part, type)]
+CACHES += [UnionType, np.ufunc]
 """The classes of a cache and of what it holds. Asked for it, a cache tells only its name."""
 
 CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
@@ -115,9 +145,16 @@ Ran = dict[CodeType, tuple[dict[str, Any], set[int], list[Any]]]
 
 def computes(called: Any) -> bool:
     """Whether a compiled function is known to compute from its arguments alone."""
+    home, method = origin(called), called.__module__ is None
+    known = called.__name__ in PURE or (method and not isinstance(called.__self__, type))
+    return home in COMPUTING or (known and home in ("builtins", "numpy"))
+
+
+def origin(called: Any) -> str:
+    """The package of a compiled function, or of the object whose method it is."""
     owner = called.__self__
     home = called.__module__ or (owner if isinstance(owner, type) else type(owner)).__module__
-    return home.split(".")[0] in COMPUTING and called.__name__ not in READING
+    return home.split(".")[0]
 
 
 def hidden(value: Any) -> UnsupportedModule:
@@ -130,23 +167,23 @@ def hidden(value: Any) -> UnsupportedModule:
 
 
 def is_own(frame: FrameType | None) -> bool:
-    """Whether a frame is of the model's own code, or of the standard library called by it."""
-    own = None
+    """Whether a frame is of the model's own code, or of a package called by it."""
+    own = False
     for caller, _ in walk_stack(frame):
         home = caller.f_globals
         name = home.get("__name__")
         spec = getattr(home.get("__spec__"), "name", name)  # _collections_abc renames itself
-        standard = _module(str(spec), sys.stdlib_module_names) is home
-        if own is None and not standard and "_tuple_new" not in home:  # of a named tuple
-            own = _module(str(name), LIBRARIES) is not home
-        if own is False or name == "importlib._bootstrap":
+        library = not own and _module(name, LIBRARIES) is home
+        if library or name == "importlib._bootstrap":
             return False
-    return bool(own)
+        own |= _module(spec, WATCHED) is not home and "_tuple_new" not in home  # named tuples
+    return own
 
 
-def _module(name: str, packages: Set[str]) -> dict[str, Any]:
+def _module(name: Any, packages: Set[str]) -> dict[str, Any]:
     """What the module of this name holds, if it belongs to one of the packages."""
-    if name.split(".")[0] not in packages or name not in sys.modules:
+    parents = accumulate(str(name).split("."), "{}.{}".format)
+    if packages.isdisjoint(parents) or name not in sys.modules:
         return {}
     found: Any = sys.modules[name]
     found = found.m if isinstance(found, PropModule) else found
@@ -157,7 +194,7 @@ def _module(name: str, packages: Set[str]) -> dict[str, Any]:
 def _is_library(value: Any) -> bool:
     """Whether a class or module is the one that a library has under its name."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    held = _module(home, LIBRARIES | sys.stdlib_module_names)
+    held = _module(home, LIBRARIES | WATCHED)
     return held is vars(value) or held.get(value.__name__) is value
 
 
@@ -197,6 +234,7 @@ class _Digest(pickle.Pickler):
         for found in dis.get_instructions(code):
             name, how = found.argval, found.opname
             here = any(start <= found.offset < end for start, end in spans)
+            self.names.update({how, found.argrepr} if here else ())
             if not here or not isinstance(name, str) or "FAST" in how:
                 module = None
                 continue
@@ -236,6 +274,9 @@ class _Digest(pickle.Pickler):
                 raise hidden(value)
             return name, None if isinstance(value.__self__, ModuleType) else value.__self__
         if not isinstance(value, FunctionType):
+            told = value.__repr__ is object.__repr__  # type: ignore[comparison-overlap]
+            if told and self.names & FORMATS and not _is_library(value):
+                raise hidden(value)
             return name, getattr(value, "__bases__", ()), self._members(value)
         if value.__code__ not in self.ran:
             return name, self._named(vars(value))
@@ -279,13 +320,13 @@ class _Digest(pickle.Pickler):
         except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
             raise hidden(value) from None
         if isinstance(found, str):  # a name
-            if kind.__module__.split(".")[0] not in LIBRARIES:
+            if kind.__module__.split(".")[0] not in WATCHED:
                 raise hidden(value)
             return str, (found,), self._named(held)
         named = self._named(held, _is_library(kind))
         state = found[2] if len(found) > 2 and isinstance(found[2], tuple) else found[2:3]
         rest = [p for p in state if not isinstance(p, dict) or p.keys() != held.keys()]
-        base = value.base if isinstance(value, np.ndarray) else None
+        base = (value.base, str(value.flags)) if isinstance(value, np.ndarray) else None
         return str, (kind, found[1], base, named), rest, *found[3:5]
 
 
@@ -339,12 +380,12 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
     found = graph.logits(wide)
     noise = graph.rounded(wide, unit, torch.Generator().manual_seed(0)) - found
     slack = SAFETY * noise.square().mean(0).sqrt() * (torch.finfo(points.dtype).eps / 2 / unit)
-    allowed = SAFETY * torch.where(torch.isfinite(noise), noise, 0.0).square().mean(0).sqrt()
+    known = noise.isfinite()
+    found = torch.where(known, found, math.inf)  # where the slack is infinite
+    allowed = SAFETY * torch.where(known, noise, 0.0).square().mean(0).sqrt()
     for way, expected in _answers(model, points):
         answer = found.repeat(MANY, 1)[: len(expected)]
-        same = (answer - expected).abs() <= allowed
-        overflows = ~torch.isfinite(noise).repeat(MANY, 1)[: len(expected)]  # the slack is infinite
-        if not bool((same | overflows).all()):
+        if not bool((((answer - expected).abs() <= allowed) | answer.isinf()).all()):
             raise UnsupportedModule(
                 f"{type(model).__name__}.forward computes something else than the functions it "
                 f"calls{way}: look for tensors that are changed in place (+=, inplace=True) and "

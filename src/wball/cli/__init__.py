@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
+from threading import Timer
 from typing import Any
 
 BAD_INPUT, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 4, 5, 70, 130
@@ -52,12 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warn  # type: ignore[assignment]
             code = app(args=line, standalone_mode=False, prog_name="wball")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except typer.Exit as done:
         code = done.exit_code
-    except typer.Abort:
-        code = INTERRUPTED
     except usage as error:
         return _fail(_usage(error), BAD_INPUT)
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
@@ -89,19 +87,20 @@ def entry() -> None:
         # If the signal arrived in a C callback, Python would exit by SIGINT, not with this code.
         with suppress(OSError):
             sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, *_: Any) -> None:
     """Handle Ctrl-C and SIGTERM, which batch systems send.
 
-    The first signal raises. If it is lost, in a callback or in the user's code, or if cleaning up
-    takes too long, the second one ends the process: files are written atomically.
+    The first signal raises. If that is lost, in a callback or in the user's code, or if cleaning up
+    takes longer than ten seconds, the process ends, as with a second signal: files are written
+    atomically.
     """
     _signals.append(number)
     if len(_signals) == 1:
+        Timer(10, _interrupt, [number]).start()
         raise KeyboardInterrupt
     os.write(2, f"\nwball: {STOPPED}\n".encode())
     os._exit(INTERRUPTED)
