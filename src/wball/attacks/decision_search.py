@@ -18,7 +18,7 @@ HopSkipJump, Chen, Jordan, Wainwright 2020.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,19 +45,19 @@ NOISE = 0.1
 answers are heard."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Boundary(State):
     """A misclassified image and its distance from the centre. ``z`` remains the best point inside
     the ball."""
 
-    b: Tensor = field(kw_only=True)
-    wrong: Tensor = field(kw_only=True)
-    radius: Tensor = field(kw_only=True)
-    noise: Tensor = field(kw_only=True)
-    pace: Tensor = field(kw_only=True)
-    normal: Tensor = field(kw_only=True)
-    reachable: Tensor = field(kw_only=True)
-    succeeds: Callable[[Tensor], Tensor] = field(kw_only=True)
+    b: Tensor
+    wrong: Tensor
+    radius: Tensor
+    noise: Tensor
+    pace: Tensor
+    normal: Tensor
+    reachable: Tensor
+    succeeds: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

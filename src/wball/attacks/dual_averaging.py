@@ -17,7 +17,7 @@ those near the current iterate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ START_NATS = 20.0
 """Size of the potentials that pull mass towards a given point."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Potentials(State):
     """Accumulated gradients, and the oracle that maps them to points of the ball."""
 
-    b: Tensor = field(kw_only=True)
-    oracle: Oracle = field(kw_only=True)
+    b: Tensor
+    oracle: Oracle
 
     def parts(self) -> tuple[object, ...]:
         return self, self.oracle

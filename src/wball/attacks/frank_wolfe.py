@@ -17,7 +17,7 @@ one step start the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,12 +36,12 @@ the repair gives back a fifth of the gain. At ``NATS`` for the way of one pixel 
 less than 1 % of it, and at twice as many the sweeps no longer suffice."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Mixture(State):
     """A convex combination of corners in float64. Without an oracle, the corners are the farthest
     points of the ball."""
 
-    oracle: TransportOracle | None = field(kw_only=True)
+    oracle: TransportOracle | None
 
     def parts(self) -> tuple[object, ...]:
         return (self,) if self.oracle is None else (self, self.oracle)

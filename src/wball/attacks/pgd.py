@@ -65,13 +65,13 @@ class GrowingRadius:
         return eps * self.factor ** (step // self.every)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Projected(State):
     """The initial radius, the fused projection if a kernel provides one, and the duals of the last
     exact projection."""
 
-    eps: float | Tensor = field(kw_only=True)
-    fused: EntropicProjection | None = field(kw_only=True)
+    eps: float | Tensor
+    fused: EntropicProjection | None
     duals: Duals | None = field(default=None, kw_only=True)
 
 

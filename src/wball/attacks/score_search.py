@@ -27,7 +27,7 @@ something else.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -108,17 +108,17 @@ def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tenso
     return (ball.oracle(x)(normal(x, generator)).z != x).to(x)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Tracked(Potentials):
     """A local model of the scores around the candidate: ``jacobian`` is ``(B, classes,
     pixels)``."""
 
-    classes: Tensor = field(kw_only=True)
-    jacobian: Tensor = field(kw_only=True)
-    noise: Tensor = field(kw_only=True)
-    z_before: Tensor = field(kw_only=True)
-    logits_before: Tensor = field(kw_only=True)
-    rivals: Tensor = field(kw_only=True)
+    classes: Tensor
+    jacobian: Tensor
+    noise: Tensor
+    z_before: Tensor
+    logits_before: Tensor
+    rivals: Tensor
     aim: Tensor | None = None
 
 

@@ -69,7 +69,7 @@ def trace(
         )
     points = trust.probes(x).to(dtype)
     ran: trust.Ran = {}
-    with evaluating(model):  # another thread may change the mode outside
+    with trust.uncollected(), evaluating(model):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, ran)

@@ -17,8 +17,9 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from importlib import _bootstrap
+from importlib.machinery import ModuleSpec
 from itertools import accumulate
-from traceback import walk_stack
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -169,21 +170,42 @@ def hidden(value: Any) -> UnsupportedModule:
 def is_own(frame: FrameType | None) -> bool:
     """Whether a frame is of the model's own code, or of a package called by it."""
     own = False
-    for caller, _ in walk_stack(frame):
-        home = caller.f_globals
-        name = home.get("__name__")
-        spec = getattr(home.get("__spec__"), "name", name)  # _collections_abc renames itself
-        library = not own and _module(name, LIBRARIES) is home
-        if library or name == "importlib._bootstrap":
+    while frame is not None:
+        home = frame.f_globals
+        # Nothing here may run code of the model's: an error would end the watching.
+        name, spec = dict.get(home, "__name__"), dict.get(home, "__spec__")
+        at_home = spec.name if type(spec) is ModuleSpec else name  # _collections_abc is renamed
+        if home is vars(_bootstrap):
             return False
-        own |= _module(spec, WATCHED) is not home and "_tuple_new" not in home  # named tuples
+        if _module(name, LIBRARIES) is home:
+            if not own or str(name).startswith("wball."):  # which calls the model
+                return own
+        elif not own:
+            own = _module(at_home, WATCHED) is not home and "_tuple_new" not in home  # named tuples
+        frame = frame.f_back
     return own
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep garbage: callbacks of other libraries on its collection are not the model's code."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.lru_cache(4096)
+def _belongs(name: str, packages: Set[str]) -> bool:
+    return not packages.isdisjoint(accumulate(name.split("."), "{}.{}".format))
 
 
 def _module(name: Any, packages: Set[str]) -> dict[str, Any]:
     """What the module of this name holds, if it belongs to one of the packages."""
-    parents = accumulate(str(name).split("."), "{}.{}".format)
-    if packages.isdisjoint(parents) or name not in sys.modules:
+    if type(name) is not str or name not in sys.modules or not _belongs(name, packages):
         return {}
     found: Any = sys.modules[name]
     found = found.m if isinstance(found, PropModule) else found
