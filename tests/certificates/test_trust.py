@@ -598,3 +598,16 @@ def test_the_documentation_lists_what_is_supported() -> None:
     tables = [getattr(calls, kind) for kind in kinds if kind.isupper()]
     names = {name for table in tables if isinstance(table, dict) for name in table.values()}
     assert [n for n in names if n.strip("_") == n and f"`{n}`" not in text] == []
+
+
+def test_callbacks_on_garbage_are_not_the_models_code() -> None:
+    def collected(*_: Any) -> None: ...
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        followed(dense())
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)

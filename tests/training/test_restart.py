@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
@@ -19,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults.test_faults import start as forked
 from training.worker import (
     kinds,
     run,
@@ -30,22 +29,11 @@ from training.worker import (
 )
 from wball.training import state, train
 
-# Processes are forked from a clean one that has done the imports, which would take most of the time
-# otherwise.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["training.worker"])
-
 
 def start(
     out: Path, what: Callable[[str, dict[str, str]], None] = run, **environment: str
 ) -> ForkServerProcess:
-    process = CONTEXT.Process(target=what, args=(str(out), environment), daemon=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH", os.pathsep.join(p for p in sys.path if p)
-        )  # the clean one does not inherit sys.path
-        process.start()
-    return process
+    return forked(what, out, environment)
 
 
 def wait(process: ForkServerProcess) -> int | None:
