@@ -181,12 +181,13 @@ def on_simplex(rows: Tensor, total: Tensor) -> Tensor:
     return point * (total / point.sum(2, keepdim=True).clamp(min=1e-30))
 
 
+@torch.compile(disable=not torch.cuda.is_available())
 def priced(rows: Rows, gain: Tensor, price: Tensor, cost: Tensor, mass: Tensor) -> Tensor:
     """The plan of each image at the price of its moves."""
     return rows(gain - price.view(-1, 1, 1) * cost, mass)
 
 
-@torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+@torch.compile(disable=not torch.cuda.is_available())
 def spending(rows: Rows, gain: Tensor, price: Tensor, cost: Tensor, mass: Tensor) -> Tensor:
     """What the moves of this plan cost."""
     return (priced(rows, gain, price, cost, mass) * cost).sum((1, 2))
