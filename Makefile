@@ -35,11 +35,11 @@ docs: $(STAMP) ## refresh the tables from results/ and build the documentation i
 
 test: $(STAMP) ## style, types, and the tests that take a few seconds each
 	@$(MAKE) --no-print-directory -j2 lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q -m "not slow"
 
 test-all: $(STAMP) ## style, types, and all tests
 	@$(MAKE) --no-print-directory -j2 lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
 kernels: $(STAMP) ## compile the CPU kernels once for all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m wball info --compile
