@@ -53,36 +53,38 @@ assert report.all_valid
 small = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(49, 3))
 few = x[:1, :, ::4, ::4]
 wball.certify(small, few, small(few).argmax(1), wball.WassersteinBall(0.001))
+import wball.demo
+assert wball.demo.main() == 2
 print("fine")
 """
 
 
-def python(code: str, *flags: str) -> str:
+def python(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_core_works_without_anything_optional() -> None:
-    assert "fine" in python(BLOCKED.format(blocked=OPTIONAL) + CORE)
-
-
-def test_what_is_missing_is_named() -> None:
     """The command line and the demo say which package they want."""
-    code = BLOCKED.format(blocked=OPTIONAL) + ("import wball.demo\nassert wball.demo.main() == 2\n")
-    python(code)
+    assert "fine" in python(BLOCKED.format(blocked=OPTIONAL) + CORE)
 
 
 def test_import_is_quick_beyond_torch() -> None:
     """Under 2 s of processor time; measured 0.1 s. What is slow to import is imported when it is
-    used."""
+    used, and documented modules resolve after ``import wball``."""
     code = (
         "import sys, time, torch\n"
         "begin = time.process_time()\n"
         "import wball\n"
+        "assert 'wball.attacks' not in sys.modules\n"
+        "assert wball.attacks.adapters.torchattacks.TorchAttack and wball.training.preset\n"
+        "assert 'wball.attacks.adapters.art' not in sys.modules\n"
+        "assert not hasattr(wball, 'nothing') and not hasattr(wball.attacks, 'nothing')\n"
+        "assert not hasattr(wball.attacks.adapters, 'nothing') and callable(wball.audit)\n"
         "wball.WassersteinBall\n"
         "print(time.process_time() - begin)\n"
         "slow = {'numba', 'ot', 'scipy.optimize', 'triton', 'matplotlib', 'rich', 'typer'}\n"
@@ -107,18 +109,6 @@ def test_the_package_says_that_it_is_typed() -> None:
 @pytest.mark.parametrize("name", wball.__all__)
 def test_public_names_are_documented(name: str) -> None:
     assert getattr(getattr(wball, name), "__doc__", None), name
-
-
-def test_documented_modules_resolve_after_import_wball() -> None:
-    script = (
-        "import sys, wball\n"
-        "assert 'wball.attacks' not in sys.modules\n"
-        "assert wball.attacks.adapters.torchattacks.TorchAttack and wball.training.preset\n"
-        "assert 'wball.attacks.adapters.art' not in sys.modules\n"
-        "assert not hasattr(wball, 'nothing') and not hasattr(wball.attacks, 'nothing')\n"
-        "assert not hasattr(wball.attacks.adapters, 'nothing') and callable(wball.audit)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_class_name_has_one_meaning() -> None:

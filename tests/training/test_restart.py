@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults.test_faults import ended as wait
 from faults.test_faults import start as forked
 from training.worker import (
     kinds,
@@ -34,11 +35,6 @@ def start(
     out: Path, what: Callable[[str, dict[str, str]], None] = run, **environment: str
 ) -> ForkServerProcess:
     return forked(what, out, environment)
-
-
-def wait(process: ForkServerProcess) -> int | None:
-    process.join(120)
-    return process.exitcode
 
 
 def largest_difference(first: Path, second: Path) -> float:
