@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from marks import slow
 from problems import Case
 from wball import (
     PGD,
@@ -151,7 +152,7 @@ def test_minimal_radius_errors(case: Case) -> None:
         minimal_radius(case.net, case.images[:2], case.labels[:2], attack, hi=2.0)
 
 
-@pytest.mark.parametrize("version", ["fast", pytest.param("standard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("version", ["fast", *slow("standard")])
 def test_standard_breaks_what_its_members_break(version: Any, case: Case) -> None:
     net, images, labels = case
     ball = BALL.at(0.06)

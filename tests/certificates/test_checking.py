@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import wball
 from certificates.exact import network_margin
 from certificates.test_certify import Varied, circular, dense_net, images
+from marks import slow
 from wball.certificates import (
     CertificateResult,
     VerificationStatus,
@@ -65,7 +66,7 @@ def test_plans_of_the_window_alone_are_proved_as_such() -> None:
     assert bool(verify(net, x, y, at, certify(net, x, y, at, plans="window")).confirmed.all())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [3, 4, *slow(0, 1, 2, 5)])
 @pytest.mark.parametrize("eps", [0.1, 0.5, 2.0])
 def test_claims_that_are_wrong_are_not_confirmed(seed: int, eps: float) -> None:
     """The checker computes its own bound, never above the exact minimum, whatever a certificate
@@ -107,10 +108,11 @@ def test_lines_of_the_checker_hold_everywhere(curve: str) -> None:
         assert bool((least <= value + 1e-15).all()) and bool((most >= value - 1e-15).all())
 
 
-def test_proofs_by_branch_and_bound_are_proved_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("further", [1.1, *slow(1.2)])
+def test_proofs_by_branch_and_bound_are_proved_again(further: float, tmp_path: Path) -> None:
     net, x = dense_net(1, 3, (8, 6), 3, 3), images(3, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    at = ball.at(1.2 * certified_radius(net, x, y, ball, rounds=8))
+    at = ball.at(further * certified_radius(net, x, y, ball, rounds=8))
     proof = certify(net, x, y, at, "complete", time_limit=20.0)
     assert any(proof.leaves) and bool(proof.certified.any())
     assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
@@ -129,17 +131,18 @@ def test_proofs_by_branch_and_bound_are_proved_again(tmp_path: Path) -> None:
 def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     """The checker cuts the ball itself: leaves that are missing, or of another network, make no
     difference."""
-    net, x = dense_net(1, 3, (8, 6), 3, 3), images(3, 1, 3, 3)
+    net, x = dense_net(1, 3, (8, 6), 3, 3), images(2, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.LinfBall(0.02)
     radius = certified_radius(net, x, y, ball, rounds=8)
-    proof = certify(net, x, y, ball.at(1.3 * radius), "complete", time_limit=20.0)
-    one = tuple(None if parts is None else parts[:1] for parts in proof.leaves)
+    proof = certify(net, x, y, ball.at(1.05 * radius), "complete", time_limit=20.0)
+    assert all(parts and len(parts) > 1 for parts in proof.leaves)
+    one = tuple(parts and parts[:1] for parts in proof.leaves)
     broken = ball.at(4.0 * radius)
     assert not bool(certify(net, x, y, broken, "complete", time_limit=1.0).certified.any())
     forged = replace(proof, leaves=one, certified=torch.ones_like(proof.certified))
     assert not bool(verify(net, x, y, broken, forged).confirmed.any())
     other = dense_net(1, 3, (5,), 3, 0)
-    assert len(verify(other, x, y, broken, forged).status) == 3  # leaves of another network
+    assert len(verify(other, x, y, broken, forged).status) == 2  # leaves of another network
 
 
 def test_a_model_without_gradients_is_decided_by_bounds() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import wball
 from certificates.exact import affine_maps, euclidean, gap, worst_plan
 from certificates.test_certify import dense_net, images, lowest
+from marks import slow
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.certificate import Method
 from wball.input_sets.rows import rounded_up
@@ -52,7 +53,7 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
     return wball.StandardAttack(ball, version="fast", check=False)(net, x, y).success
 
 
-@pytest.mark.parametrize("noise", [1e-4, pytest.param(0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("noise", [1e-4, *slow(0.02)])
 def test_certified_images_survive_the_standard_attack(noise: float) -> None:
     certificates, falls = 0, 0
     net = trained(small_net(0), noise)
@@ -71,9 +72,7 @@ def test_certified_images_survive_the_standard_attack(noise: float) -> None:
     assert certificates > IMAGES and falls > IMAGES / 2
 
 
-@pytest.mark.parametrize(
-    "name", ["mnist-certified", pytest.param("mnist-standard", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["mnist-certified", *slow("mnist-standard")])
 def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
     net = wball.load_model(name)
     x, y = wball.load_sample("mnist")
@@ -206,7 +205,7 @@ def test_gains_in_single_precision_are_rounded_up() -> None:
     assert bool((found.double() <= gains * (1 + 2.0**-22))[normal].all())
 
 
-@pytest.mark.parametrize("leak", [0.2, 0.7])
+@pytest.mark.parametrize("leak", [0.2, *slow(0.7)])
 @pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown", "complete"])
 def test_leaks_are_not_rounded_to_single_precision(leak: float, method: Method) -> None:
     """A leak of 0.2 was 0.200000003 in stable units: margins of float64 networks were proved 1e-10

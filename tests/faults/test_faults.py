@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from faults import worker
+from marks import slow
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
@@ -69,9 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.parametrize("how", [*slow(signal.SIGTERM), signal.SIGKILL])
 def test_stopped_by_a_signal_and_started_again(
     tmp_path: Path, undisturbed: Path, how: signal.Signals
 ) -> None:

@@ -9,6 +9,7 @@ import cvxpy as cp
 import pytest
 
 import wball
+from marks import slow
 from problems import Problem, random_problem
 from references import reference_projection, reference_support
 
@@ -50,9 +51,9 @@ def support_is_bounded(problem: Problem, optimum: float, **options: float) -> No
     assert attained == pytest.approx(bounds[0], abs=1e-9, rel=1e-9)
 
 
-@pytest.mark.parametrize("start", range(0, 132, 12))
+@pytest.mark.parametrize("start", [*range(12, 132, 24), *slow(*range(0, 132, 24))])
 def test_windows_powers_radii_and_pixels(start: int) -> None:
-    """126 seeds have all combinations of these."""
+    """126 seeds have all combinations of these; each part has all windows, powers and pixels."""
     for seed in range(start, start + 12):
         problem = random_problem(seed)
         projection_is_optimal(problem, math.inf)
@@ -65,7 +66,7 @@ def test_windows_powers_radii_and_pixels(start: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", [*range(6), *slow(6), *range(7, 18)])
 def test_costs_boxes_units_and_kernels(
     seed: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

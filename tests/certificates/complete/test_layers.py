@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import wball
 from certificates.exact import gap
+from marks import slow
 from wball.attacks.adapters import onnx
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.certificates.complete import Search
@@ -120,10 +121,7 @@ def decided(net: nn.Module, x: Tensor, y: Tensor, further: wball.Ball, wide: wba
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "layer",
-    [layer if layer in FAST else pytest.param(layer, marks=pytest.mark.slow) for layer in LAYERS],
-)
+@pytest.mark.parametrize("layer", [*FAST, *slow(*(layer for layer in LAYERS if layer not in FAST))])
 def test_every_layer_is_proved_and_falsified(layer: str) -> None:
     proved_and_falsified(Small(layer).eval(), digits())
 
