@@ -95,6 +95,9 @@ SLIDE = 2.0
 along an edge. Directions with near ties, such as signs with rounding errors, need many of these."""
 COOLING = 6.0
 """With entropy, ``sigma`` grows by this after each solved step until it is ``1 / tau``."""
+SPARSE = 32.0
+"""With entropy, nats below the largest share of a row (in Triton, below 1) at which a share counts
+as 0: e^-32 is a hundredth of float64's rounding."""
 SHARPER, SHARPEST = 0.05, 1e-9
 """Repeated steps at ``1 / tau`` are solved this much more precisely each time, and this precisely
 at last."""
@@ -149,11 +152,10 @@ def proximal_newton(
 
 
 def _kernels(problem: Problem) -> list[str]:
-    """The kernels to try, in order. Triton cannot check its progress, and solves exact problems
-    only."""
+    """The kernels to try, in order. Triton cannot check its progress."""
     kernel = dispatch.choose("proximal_newton", problem.x, problem.moves)
     if kernel not in dispatch.NEVER_READS:
         return [kernel]
     refused = dispatch.why_not("proximal_newton", "cpu", problem.x, problem.moves)
     successor = "cpu" if refused is None else "torch"
-    return [kernel, successor] if problem.exact else [successor]
+    return [kernel, successor]
