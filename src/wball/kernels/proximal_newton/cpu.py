@@ -53,11 +53,6 @@ class _NewtonSettings(NamedTuple):
     warm: bool
 
 
-SPARSE = 32.0
-"""With entropy, nats below the largest share of a row at which a share counts as 0: e^-32 is a
-hundredth of float64's rounding."""
-
-
 class _Shares(NamedTuple):
     """The moves in use, by row: their number, their indices, and the share of each."""
 
@@ -205,7 +200,7 @@ def _entropic_rows(p, step, gain, toll, shares, gradient):  # type: ignore[no-un
         top = _scores(gain, step.end, a, toll, row)
         total, used = 0.0, 0
         for k in range(n_moves):
-            if row[k] > top - SPARSE:
+            if row[k] > top - settings.SPARSE:
                 shares.move[a, used], shares.part[a, used] = k, exp(row[k] - top)
                 total += shares.part[a, used]
                 used += 1

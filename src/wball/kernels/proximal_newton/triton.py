@@ -58,6 +58,7 @@ from wball.kernels.proximal_newton.triton_dual import (
     column,
     evaluate,
     owned,
+    share,
     tables,
 )  # fmt: skip
 from wball.kernels.proximal_newton.triton_repair import WrittenPlan, repair
@@ -82,14 +83,14 @@ photographs."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-FIRST, SETTLED, CG_TOL, DAMPING = map(tl.constexpr, settings.QUADRATIC)
-FIRST_LINEAR, SETTLED_LINEAR, CG_TOL_LINEAR, DAMPING_LINEAR = map(tl.constexpr, settings.LINEAR)
 SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_LINEAR)
 GROWTH, SHRINK = tl.constexpr(settings.GROWTH), tl.constexpr(settings.SHRINK)
 SLIDE = tl.constexpr(settings.SLIDE)
 QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
 CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
 WARM, MOST = tl.constexpr(settings.WARM), tl.constexpr(settings.MOST)
+COOLING = tl.constexpr(settings.COOLING)
+SHARPER, SHARPEST = tl.constexpr(settings.SHARPER), tl.constexpr(settings.SHARPEST)
 PATIENCE, PROMISING = tl.constexpr(settings.PATIENCE), tl.constexpr(settings.PROMISING)
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
@@ -111,6 +112,7 @@ def proximal_newton(
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
     layout, count = table.layout, len(moves)
+    shares = count if problem.exact else 2 * count
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     if batch == 0:
         return n_iter
@@ -122,31 +124,39 @@ def proximal_newton(
         torch.empty((batch, 2, layout.staged + table.guard), dtype=bits, device=device),
         torch.empty((batch, 2 * count * layout.staged), dtype=torch.int16, device=device),
         torch.empty((batch, 2, layout.values) if listed else 1, dtype=torch.int32, device=device),
-        torch.empty((batch, count, layout.staged), dtype=torch.float32, device=device),
+        torch.empty((batch, shares, layout.staged), dtype=torch.float32, device=device),
     )
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a
     # number.
     lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
-    common = _numbers(lo, columns.hi, tolerance.tol, device)
-    given = (x, columns.target, start, common, budget, tolerance.floor, tolerance.offset)
+    common = _numbers(lo, columns.hi, tolerance.tol, tolerance.parts, device)
+    given = (
+        x,
+        columns.target,
+        start,
+        common,
+        budget,
+        tolerance.floor,
+        tolerance.offset,
+        problem.tau,
+    )
     _solve_kernel[(batch,)](
         SolveGiven(*map(aligned, given)),
-        SolveFound(best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter),
+        SolveFound(best.flow, best.z, best.u, best.primal, best.dual, best.hard, best.psi, n_iter),
         scratch, SolveTable(*table.tables[1][:2], *_tables(moves, device)), 1, max_iter, int(warm),
         CASE=SolveCase(
-            layout._replace(offsets=()), count, columns.lo > 0, columns.linear, listed,
-            layout.block // 2 if listed else TILE,
+            layout._replace(offsets=()), count, columns.lo > 0, columns.linear, problem.exact, listed,
+            layout.block // 2 if listed else TILE, settings.method(problem),
         ),
         num_warps=warps(layout.block), num_stages=1,
     )  # fmt: skip
-    best.hard.copy_(best.dual)
     return n_iter
 
 
 @lru_cache(maxsize=64)
-def _numbers(lo: float, hi: float, tol: float, device: torch.device) -> Tensor:
+def _numbers(lo: float, hi: float, tol: float, parts: float, device: torch.device) -> Tensor:
     """What all images have in common, as float64, which arguments of kernels cannot be."""
-    return torch.tensor([lo, hi, tol], dtype=torch.float64).to(device)
+    return torch.tensor([lo, hi, tol, parts], dtype=torch.float64).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -224,6 +234,19 @@ class SolveState(NamedTuple):
 
 
 @triton.jit
+def _mixed(part, mass):
+    """``P log(pi)`` of moves of rows with this mass."""
+    share = part / tl.maximum(mass, 1e-300)
+    return part * tl.log(tl.maximum(share, 1e-300))
+
+
+@triton.jit
+def _weight(score, level, used):
+    """Shares in the precision in which they are stored: rows and columns must have the same."""
+    return tl.where(used, share(score, level, False), 0.0).to(tl.float32).to(tl.float64)
+
+
+@triton.jit
 def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.constexpr):
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual
     should rise."""
@@ -231,35 +254,45 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     MARKED: tl.constexpr = STAGED + CASE.layout.halo
     MOVES: tl.constexpr = CASE.moves
     LINEAR: tl.constexpr = CASE.linear
-    s_ptr, mark_ptr, list_ptr, _ = work
+    EXACT: tl.constexpr = CASE.exact
+    METHOD: tl.constexpr = CASE.method
+    s_ptr, mark_ptr, list_ptr, weight_ptr = work
     place, real, rows, reached, columns = spots
     psi, sigma, slope, size = state
     marks = read(mark_ptr + place, real)
+    level = read(s_ptr + LEVEL * STAGED + place, real)
     ways = tl.zeros(place.shape, tl.int32)
-    total = tl.zeros(place.shape, tl.float64)
-    square = total
+    weigh = tl.zeros(place.shape, tl.float64)
+    total, square = weigh, weigh
     for first in tl.range(0, MOVES, GROUP):
         shifts, fees = tables(table, first, MOVES, GROUP)
         for i in tl.static_range(GROUP):
             used = owned(((marks >> (first + i)) & 1) != 0, first + i, MOVES, GROUP)
             tl.store(list_ptr + ways * STAGED + place, shifts[i], mask=used)
+            weight = 1.0
+            if EXACT == False:  # shares of a row change by the shares times scores, less their mean
+                end = read(s_ptr + U * STAGED + place + shifts[i], used)
+                weight = _weight(sigma * (end - psi * fees[i]), level, used)
+                tl.store(weight_ptr + ways * STAGED + place, weight, mask=used)
+                weigh += weight
             ways += tl.where(used, 1, 0)
-            total += tl.where(used, fees[i], 0.0)
-            square += tl.where(used, fees[i] * fees[i], 0.0)
+            total += tl.where(used, weight * fees[i], 0.0)
+            square += tl.where(used, weight * fees[i] * fees[i], 0.0)
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
-    inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
+    inverse = 1.0 / (tl.maximum(ways, 1).to(tl.float64) if EXACT else tl.maximum(weigh, 0.5))
     stiff = tl.where(several, sigma * read(s_ptr + MASS * STAGED + place, real), 0.0)
     tl.store(mark_ptr + MARKED + place, tl.where(several, marks, 0), mask=real)
     tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
-    tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
+    tl.store(s_ptr + S * STAGED + place, inverse, mask=real)
     tl.debug_barrier()
-    back_ptr = list_ptr + MOVES * STAGED
+    back_ptr, back_weight_ptr = list_ptr + MOVES * STAGED, weight_ptr + MOVES * STAGED
+    u = read(s_ptr + U * STAGED + place, real)
     senders = ways * 0
     through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
     for first in tl.range(0, MOVES, GROUP):
         shifts, fees = tables(table, first, MOVES, GROUP)
-        there, parts, means = (), (), ()
+        there, parts, inverses, weights = (), (), (), ()
         for i in tl.static_range(GROUP):
             there = there + (read(mark_ptr + MARKED + place - shifts[i], real),)
         if GROUP > 1:
@@ -268,26 +301,31 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
             start = place - shifts[i]
             used = owned(real & (((there[i] >> (first + i)) & 1) != 0), first + i, MOVES, GROUP)
             parts = parts + (read(s_ptr + Q * STAGED + start, used),)
-            means = means + (read(s_ptr + S * STAGED + start, used),)
+            inverses = inverses + (read(s_ptr + S * STAGED + start, used),)
             tl.store(back_ptr + senders * STAGED + place, shifts[i], mask=used)
+            weight = 1.0
+            if EXACT == False:
+                start_level = read(s_ptr + LEVEL * STAGED + start, used)
+                weight = _weight(sigma * (u - psi * fees[i]), start_level, used)
+                tl.store(back_weight_ptr + senders * STAGED + place, weight, mask=used)
+            weights = weights + (weight,)
             senders += tl.where(used, 1, 0)
         for i in tl.static_range(GROUP):
-            through += parts[i]
-            toll += parts[i] * fees[i]
-            diagonal += means[i]
+            part = parts[i] * weights[i]
+            through += part
+            toll += part * fees[i]
+            diagonal += part * (1.0 - weights[i] * inverses[i])
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
     paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
     curvature = paid_square - paid_mean
-    u = read(s_ptr + U * STAGED + place, real)
     w = read(s_ptr + TARGET * STAGED + place, real)
     gradient = read(s_ptr + GRADIENT * STAGED + place, real)
     _, curved, _ = column(w, u, u * 0.0, limits, LINEAR)
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
-    damping = DAMPING_LINEAR if LINEAR else DAMPING
     span = _range(w if LINEAR else u, reached)
-    ridge = tl.maximum(1e-12 * largest, damping * size / (tl.sqrt(columns) * span))
+    ridge = tl.maximum(1e-12 * largest, METHOD.damping * size / (tl.sqrt(columns) * span))
     ridge = tl.maximum(ridge, 1e-300)
     own = curved + ridge + through
     # Columns' constants are read again in every step: registers are for what changes.
@@ -304,7 +342,7 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     d = q * 0.0
     d_psi = q_psi * 0.0
     left = tl.sum(r * q, 0) + r_psi * q_psi
-    goal = (CG_TOL_LINEAR * CG_TOL_LINEAR if LINEAR else CG_TOL * CG_TOL) * left
+    goal = METHOD.cg_tol * METHOD.cg_tol * left
     steps = most_ways * 0
     going = left > 0.0
     tl.debug_barrier()
@@ -315,7 +353,8 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
         for i in tl.range(0, most_ways):
             used = i < ways
             step = read(list_ptr + i * STAGED + place, used)
-            there += read(s_ptr + Q * STAGED + place + step, used)
+            far = read(s_ptr + Q * STAGED + place + step, used)
+            there += far if EXACT else far * read(weight_ptr + i * STAGED + place, used)
         mean = (there - q_psi * total) * inverse
         tl.store(s_ptr + S * STAGED + place, stiff * mean, mask=real)
         tl.debug_barrier()
@@ -324,7 +363,12 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
         for i in tl.range(0, most_senders):
             used = i < senders
             step = read(back_ptr + i * STAGED + place, used)
-            h -= read(s_ptr + S * STAGED + place - step, used)
+            mean_there = read(s_ptr + S * STAGED + place - step, used)
+            h -= (
+                mean_there
+                if EXACT
+                else mean_there * read(back_weight_ptr + i * STAGED + place, used)
+            )
         if LINEAR:
             h = tl.where(moving, h, 0.0)
         curve, paid = sum_two(q * h, q * toll - stiff * mean * total)
@@ -348,8 +392,8 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
 
 
 class SolveGiven(NamedTuple):
-    """A problem: images, what all of them have in common (``lo``, ``hi``, ``tol``), and numbers per
-    image."""
+    """A problem: images, what all of them have in common (``lo``, ``hi``, ``tol``, ``parts``), and
+    numbers per image."""
 
     x: Tensor
     target: Tensor
@@ -358,6 +402,7 @@ class SolveGiven(NamedTuple):
     budget: Tensor
     floor: Tensor
     offset: Tensor
+    tau: Tensor
 
 
 class SolveFound(NamedTuple):
@@ -369,6 +414,7 @@ class SolveFound(NamedTuple):
     u: Tensor
     primal: Tensor
     dual: Tensor
+    hard: Tensor
     psi: Tensor
     n_iter: Tensor
 
@@ -395,6 +441,8 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     BLOCK: tl.constexpr = LAYOUT.block
     MOVES: tl.constexpr = CASE.moves
     LINEAR: tl.constexpr = CASE.linear
+    EXACT: tl.constexpr = CASE.exact
+    METHOD: tl.constexpr = CASE.method
     n = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK) * one  # neighbouring threads hold neighbouring pixels
     real = index < N
@@ -404,10 +452,11 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     list_ptr = scratch.lists + n * (2 * MOVES * STAGED)
     row_ptr = scratch.listed + n * (2 * N)
     column_ptr = row_ptr + N
-    centre_ptr = scratch.centre + n * (MOVES * STAGED)
+    centre_ptr = scratch.centre + n * ((MOVES if EXACT else 2 * MOVES) * STAGED)
     flow_ptr = best.flow + n * (MOVES * N)
     work = Work(s_ptr, mark_ptr, list_ptr, centre_ptr)
     lo, hi, tol = tl.load(given.common), tl.load(given.common + 1), tl.load(given.common + 2)
+    coldest = float("inf") if EXACT else 1.0 / tl.load(given.tau + n)
     budget, floor, offset = (
         tl.load(given.budget + n),
         tl.load(given.floor + n),
@@ -432,7 +481,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     tl.store(s_ptr + D * STAGED + place, x * 0.0, mask=real)
     tl.store(s_ptr + GRADIENT * STAGED + place, x * 0.0, mask=real)
     tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
-    for k in tl.range(0, MOVES):
+    for k in tl.range(0, MOVES if EXACT else 0):
         tl.store(
             centre_ptr + k * STAGED + place,
             tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32),
@@ -467,18 +516,20 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     span = _range(u, reached)
     zero = budget * 0.0
     none = tl.max(rows.to(tl.int32), 0) * 0
-    sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
-    centre_primal, best_dual, best_psi = (
+    sigma = tl.minimum(METHOD.first * tl.where(warm != 0, WARM, zero + 1.0) / span, coldest)
+    precision = zero + 1.0
+    centre_primal, best_dual, best_hard, best_psi = (
         tl.load(best.primal + n),
         tl.load(best.dual + n),
+        tl.load(best.hard + n),
         tl.load(best.psi + n),
     )
-    best_primal = centre_primal
+    best_primal, entropy = centre_primal, zero
     psi = tl.where(warm != 0, best_psi, zero)
     trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
     d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
     # A linear dual is a difference of sums, which round in proportion to their own size.
-    noise = tl.sum(x * tl.abs(w), 0) if LINEAR else zero
+    noise = zero if EXACT and LINEAR == False else tl.sum(x * tl.abs(w), 0)
     steps, taken, halved, idle, tried = none, none, none, none, none
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
@@ -517,10 +568,10 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
-                solved = (size <= (SETTLED_LINEAR if LINEAR else SETTLED) * moved) & (
-                    tl.abs(slope) <= SPENT * budget
+                solved = (size <= METHOD.settled * precision * moved) & (
+                    tl.abs(slope) <= SPENT * precision * budget
                 )
-                if LINEAR:
+                if LINEAR and EXACT:
                     solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
@@ -554,8 +605,8 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                         end = read(s_ptr + U * STAGED + place + tl.load(table.offset + k), rows)
                         gain = end - psi * tl.load(table.fee + k)
                         top = tl.maximum(top, gain)
-                        part = read(centre_ptr + k * STAGED + place, rows).to(tl.float64)
-                        part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
+                        part = read(centre_ptr + k * STAGED + place, rows & EXACT).to(tl.float64)
+                        part = tl.where(rows, share(part + sigma * gain, level, EXACT), 0.0)
                         total += part
                         tl.store(flow_ptr + k * PLANE + home, part, mask=real)
                     top = tl.where(rows, mass * top, 0.0)
@@ -569,6 +620,11 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                         bounded = tl.minimum(tl.maximum(wish - at, lo), hi)
                         off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded - top
                         bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
+                    final = sigma >= coldest
+                    if EXACT == False:  # the sums of the rows are those of the last temperature
+                        best_hard = tl.maximum(best_hard, bound)
+                        softer = tl.where(rows, top - mass * level / sigma, 0.0)
+                        bound = tl.where(final, bound + tl.sum(softer, 0), float("-inf"))
                     if bound > best_dual:
                         tl.store(best.u + n * N + index, at, mask=real)
                     best_psi = tl.where(bound > best_dual, psi, best_psi)
@@ -577,33 +633,41 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
                     for k in tl.range(0, MOVES):
-                        share = whole * read(flow_ptr + k * PLANE + home, real)
-                        tl.store(flow_ptr + k * PLANE + home, mass * share, mask=real)
-                        if solved:
-                            share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
+                        part = whole * read(flow_ptr + k * PLANE + home, real)
+                        tl.store(flow_ptr + k * PLANE + home, mass * part, mask=real)
+                        if solved & EXACT:
+                            centre = tl.where(sound, part, tl.where(k == 0, 1.0, 0.0))
                             tl.store(
-                                centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows
+                                centre_ptr + k * STAGED + place, centre.to(tl.float32), mask=rows
                             )
-                    # The gap of the plan before its repair.
-                    rest = dual - pull + psi * tl.abs(slope) - bound
-                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
-                    narrow = tl.minimum(rest, narrow)
-                    growth = tl.where((idle > 0) & (taken <= 1), SLIDE + 0.0 * sigma, GROWTH)
-                    quick, slow = (
-                        tl.minimum(sigma * growth, MOST / _range(at, reached)),
-                        sigma / GROWTH,
-                    )
-                    next_sigma = tl.where(
-                        taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma)
-                    )
-                    sigma = tl.where(solved, next_sigma, sigma / SHRINK)
-                    last = (idle > PATIENCE) | (steps >= max_iter)
-                    if LINEAR:  # nothing but rounding is left
-                        off = size * _range(at, reached)
-                        last = last | (solved & (rest + off <= 3e-13 * (tl.abs(dual) + noise)))
-                    shown = last | (
-                        rest <= PROMISING * (tol * tl.abs(bound + rest + offset) + floor)
-                    )
+                    last = steps >= max_iter
+                    if EXACT:
+                        # The gap of the plan before its repair.
+                        rest = dual - pull + psi * tl.abs(slope) - bound
+                        idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
+                        narrow = tl.minimum(rest, narrow)
+                        growth = tl.where((idle > 0) & (taken <= 1), SLIDE + 0.0 * sigma, GROWTH)
+                        quick, slow = (
+                            tl.minimum(sigma * growth, MOST / _range(at, reached)),
+                            sigma / GROWTH,
+                        )
+                        next_sigma = tl.where(
+                            taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma)
+                        )
+                        sigma = tl.where(solved, next_sigma, sigma / SHRINK)
+                        last = last | (idle > PATIENCE)
+                        if LINEAR:  # nothing but rounding is left
+                            off = size * _range(at, reached)
+                            last = last | (solved & (rest + off <= 3e-13 * (tl.abs(dual) + noise)))
+                        shown = last | (
+                            rest <= PROMISING * (tol * tl.abs(bound + rest + offset) + floor)
+                        )
+                    else:
+                        ends = solved | (taken < INNER)
+                        last = last | (final & ends & (precision <= SHARPEST))
+                        shown = last | final
+                        precision = tl.where(final & ends, SHARPER, 1.0) * precision
+                        sigma = tl.minimum(tl.where(ends, COOLING, 1.0) * sigma, coldest)
                     if shown:
                         marks = read(mark_ptr + place, real)
                         incoming = _incoming(mark_ptr, place, real, table.offset, MOVES)
@@ -619,31 +683,39 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                         )
                         # There is room for one plan: the last, or that of the centre where it is
                         # better.
-                        helps = primal < centre_primal
+                        helps = (primal < centre_primal) | (EXACT == False)
                         scale, best_primal = (
                             tl.where(helps, scale, 0.0),
                             tl.where(helps, primal, centre_primal),
                         )
-                        stays = mass
+                        stays, mixed = mass, mass * 0.0
                         for k in tl.range(1, MOVES):
                             used = ((marks >> k) & 1) != 0
                             part = scale * read(flow_ptr + k * PLANE + home, used)
                             stays -= part
                             tl.store(flow_ptr + k * PLANE + home, part, mask=used)
-                        tl.store(flow_ptr + home, tl.maximum(stays, 0.0), mask=real)
+                            if EXACT == False:
+                                mixed += _mixed(part, mass)
+                        stays = tl.maximum(stays, 0.0)
+                        tl.store(flow_ptr + home, stays, mask=real)
+                        if EXACT == False:
+                            entropy = tl.sum(mixed + _mixed(stays, mass), 0) / coldest
+                            best_primal += entropy
                         tl.store(
                             best.z + n * N + index,
                             tl.where(helps, tl.maximum(z, 0.0), mass),
                             mask=real,
                         )
                     taken = none
-                    done = last | (
-                        shown
-                        & (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
-                    )
+                    aim = best_primal - entropy  # what is minimised beside the entropy
+                    gauge = tl.abs(aim + offset)
+                    if EXACT == False:
+                        gauge = tl.maximum(gauge, tl.load(given.common + 3) * (aim - entropy))
+                    done = last | (shown & (best_primal - best_dual <= tol * gauge + floor))
                     phase = tl.where(done, none + END, none + START)
         tl.debug_barrier()
     tl.store(best.primal + n, best_primal)
     tl.store(best.dual + n, best_dual)
+    tl.store(best.hard + n, best_dual if EXACT else best_hard)
     tl.store(best.psi + n, best_psi)
     tl.store(best.n_iter + n, steps)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wball.kernels import proximal_newton as settings
 from wball.kernels.triton_stencil import INTERPRETED, Layout, read, staged_position
 
 BUFFERS = tl.constexpr(12)
@@ -26,6 +27,7 @@ gradient on trial and that of the current potentials, rows' thresholds; conjugat
 direction, rows' means and columns' constants, which are no longer needed when the repair works
 there. What lies before the first pixel of the potentials is the halo behind the buffer before
 them."""
+SPARSE = tl.constexpr(settings.SPARSE)
 GROUP = tl.constexpr(5)
 """Moves whose loads are under way at once. The assembler puts each load right before the arithmetic
 that needs it: a pass over the moves then takes the latency of all its loads one after the other,
@@ -35,15 +37,17 @@ loads."""
 
 class SolveCase(NamedTuple):
     """What the program is compiled for: images, the number of moves, whether there is a lower bound
-    above 0, whether columns are linear, whether rows and columns are listed, and how many an
-    evaluation takes at once."""
+    above 0, whether columns are linear, whether there is no entropy, whether rows and columns are
+    listed, how many an evaluation takes at once, and the settings."""
 
     layout: Layout
     moves: int
     lower: bool
     linear: bool
+    exact: bool
     listed: bool
     tile: int
+    method: settings.Method
 
 
 class SolveTable(NamedTuple):
@@ -66,7 +70,7 @@ class SolveLimits(NamedTuple):
 
 class Work(NamedTuple):
     """Scratch of an image: staged buffers, marks of the moves in use, moves in use one after the
-    other, and the shares that a step starts from."""
+    other, and the shares that a step starts from (with entropy, those of the moves in use)."""
 
     s: tl.tensor
     marks: tl.tensor
@@ -97,6 +101,16 @@ def three_sums(a, b, c):
         return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
     else:
         return tl.reduce((a, b, c), 0, _add_three)
+
+
+@triton.jit
+def share(score, level, EXACT: tl.constexpr):
+    """The shares of moves by their scores and their rows' thresholds: with entropy, the logarithms
+    of sums."""
+    if EXACT:
+        return tl.maximum(score - level, 0.0)
+    else:
+        return tl.where(score > level - SPARSE, tl.exp(score - level), 0.0)
 
 
 @triton.jit
@@ -158,18 +172,25 @@ def owned(rows, k, MOVES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _ends_and_shares(
-    u_ptr, centre_ptr, place, rows, steps, first, STAGED: tl.constexpr, MOVES: tl.constexpr
-):
-    """The potentials where a group of moves ends (``-inf`` beyond the last), the shares that a step
-    starts from, and what is :func:`missing` of them."""
+def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
+    """Of a group of moves: scores (``-inf`` beyond the last move), what they gain, the shares that
+    the step starts from, and costs."""
+    STAGED: tl.constexpr = CASE.layout.staged
+    steps, fees = tables(table, first, CASE.moves, GROUP)
     ends, held = (), ()
     for i in tl.static_range(GROUP):
-        real = owned(rows, first + i, MOVES, GROUP)
-        ends = ends + (tl.load(u_ptr + place + steps[i], mask=real, other=float("-inf")),)
-        at = centre_ptr + (first + i) * STAGED + place
-        held = held + (read(at, real),)
-    return ends, held, missing(ends) | missing(held)
+        real = owned(rows, first + i, CASE.moves, GROUP)
+        end_ptr = work.s + TRIAL * STAGED + place + steps[i]
+        ends = ends + (tl.load(end_ptr, mask=real, other=float("-inf")),)
+        held = held + (read(work.centre + (first + i) * STAGED + place, real & CASE.exact),)
+    gone = missing(ends) | missing(held)
+    price = tl.where(gone, 0.0, psi)
+    scores, gains, starts = (), (), ()
+    for i in tl.static_range(GROUP):
+        gains = gains + (ends[i] - price * fees[i],)
+        starts = starts + (tl.where(gone, 0.0, held[i]).to(tl.float64),)
+        scores = scores + (starts[i] + sigma * gains[i],)
+    return scores, gains, starts, fees
 
 
 @triton.jit
@@ -205,52 +226,54 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
         m = read(s_ptr + MASS * STAGED + place, real)
         rows = m > 0.0
         t = read(s_ptr + LEVEL * STAGED + place, real)
-        # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the
-        # root and it is monotone from there. The marked sets are nested, so that equal counts are
-        # equal sets.
-        count = t * 0.0 - 1.0
-        open_rows = tl.max(rows.to(tl.int32), 0)
-        tries = open_rows * 0
-        while (open_rows > 0) & (tries < MOVES + 3):
-            total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-            for k in tl.range(0, MOVES, GROUP):
-                steps, fees = tables(table, k, MOVES, GROUP)
-                ends, held, gone = _ends_and_shares(
-                    u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
+        if CASE.exact:
+            # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of
+            # the root and it is monotone from there. The marked sets are nested, so that equal
+            # counts are equal sets.
+            count = t * 0.0 - 1.0
+            open_rows = tl.max(rows.to(tl.int32), 0)
+            tries = open_rows * 0
+            while (open_rows > 0) & (tries < MOVES + 3):
+                total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
+                for k in tl.range(0, MOVES, GROUP):
+                    scores = _scores(work, place, rows, k, psi, sigma, table, CASE)[0]
+                    for i in tl.static_range(GROUP):
+                        above = scores[i] > t
+                        total += tl.where(above, scores[i], 0.0)
+                        used += tl.where(above, 1.0, 0.0)
+                        top = tl.maximum(top, scores[i])
+                settled = (used == count) | (rows == False)
+                t = tl.where(
+                    settled,
+                    t,
+                    tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0),
                 )
-                price = tl.where(gone, 0.0, psi)
+                count = tl.where(settled, count, used)
+                open_rows = tl.max(tl.where(settled, 0, 1), 0)
+                tries += 1
+        else:
+            top, total = t * 0.0 + float("-inf"), t * 0.0
+            for k in tl.range(0, MOVES, GROUP):
+                scores, before = _scores(work, place, rows, k, psi, sigma, table, CASE)[0], top
                 for i in tl.static_range(GROUP):
-                    v = tl.where(gone, 0.0, held[i]).to(tl.float64) + sigma * (
-                        ends[i] - price * fees[i]
-                    )
-                    above = v > t
-                    total += tl.where(above, v, 0.0)
-                    used += tl.where(above, 1.0, 0.0)
-                    top = tl.maximum(top, v)
-            settled = (used == count) | (rows == False)
-            t = tl.where(
-                settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0)
-            )
-            count = tl.where(settled, count, used)
-            open_rows = tl.max(tl.where(settled, 0, 1), 0)
-            tries += 1
+                    top = tl.maximum(top, scores[i])
+                total = total * tl.exp(before - top)
+                for i in tl.static_range(GROUP):
+                    total += tl.exp(scores[i] - top)
+            t = tl.where(rows, top + tl.log(total), 0.0)
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
         marks = read(mark_ptr + place, real) * 0
         for k in tl.range(0, MOVES, GROUP):
-            steps, fees = tables(table, k, MOVES, GROUP)
-            ends, held, gone = _ends_and_shares(
-                u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
-            )
-            price = tl.where(gone, 0.0, psi)
+            scores, gains, starts, fees = _scores(work, place, rows, k, psi, sigma, table, CASE)
             for i in tl.static_range(GROUP):
-                gain, at = ends[i] - price * fees[i], tl.where(gone, 0.0, held[i]).to(tl.float64)
-                part = at + sigma * gain - t
-                taken = rows & (part > 0.0)
-                part = tl.where(taken, part, 0.0)
+                part = tl.where(rows, share(scores[i], t, CASE.exact), 0.0)
+                taken = part > 0.0
                 marks = marks | tl.where(taken, (marks * 0 + 1) << (k + i), marks * 0)
-                value += tl.where(taken, gain * part, 0.0)
+                value += tl.where(taken, gains[i] * part, 0.0)
                 paid += fees[i] * part
-                away += (part - at) * (part - at)
+                away += (part - starts[i]) * (part - starts[i])
+        if CASE.exact == False:
+            value, away = t / sigma, t * 0.0
         tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
         tl.store(mark_ptr + place, marks, mask=real)
         cost += m * paid
@@ -281,16 +304,16 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                 )
             for i in tl.static_range(GROUP):
                 start = place - steps[i]
-                held = held + (read(centre_ptr + (k + i) * STAGED + start, taken[i]),)
+                held = held + (read(centre_ptr + (k + i) * STAGED + start, taken[i] & CASE.exact),)
                 levels = levels + (read(s_ptr + LEVEL * STAGED + start, taken[i]),)
                 masses = masses + (read(s_ptr + MASS * STAGED + start, taken[i]),)
             gone = missing(levels) | missing(masses) | missing(held)
             price = tl.where(gone, 0.0, psi)
             for i in tl.static_range(GROUP):
-                part = tl.where(gone, 0.0, held[i]).to(tl.float64) + (
-                    sigma * (u - price * fees[i]) - levels[i]
-                )
-                come += tl.where(taken[i], part * masses[i], 0.0)
+                score = tl.where(gone, 0.0, held[i]).to(tl.float64) + sigma * (u - price * fees[i])
+                come += tl.where(taken[i], share(score, levels[i], CASE.exact) * masses[i], 0.0)
+        if CASE.exact == False:
+            moved += come * come
         w = read(s_ptr + TARGET * STAGED + place, real)
         z, _, value = column(w, u, come, limits, CASE.linear)
         gradient = tl.where(real, z - come, 0.0)

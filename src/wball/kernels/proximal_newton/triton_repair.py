@@ -117,16 +117,17 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
     _, flow_ptr, _, spot, real, marks, _ = plan
     budget, lo, hi = limits
     tl.debug_barrier()
-    for k in tl.range(1, CASE.moves):
-        back = tl.load(table.reverse + k)
-        if back > k:  # one end of each pair of opposite moves treats both
-            there = spot + tl.load(table.flat + k)
-            used = ((marks >> k) & 1) != 0
-            ahead = read(flow_ptr + k * PLANE + spot, used)
-            behind = read(flow_ptr + back * PLANE + there, used)
-            common = tl.minimum(ahead, behind)
-            tl.store(flow_ptr + k * PLANE + spot, ahead - common, mask=used)
-            tl.store(flow_ptr + back * PLANE + there, behind - common, mask=used)
+    if CASE.exact:  # opposite flows waste budget, but the entropy requires them
+        for k in tl.range(1, CASE.moves):
+            back = tl.load(table.reverse + k)
+            if back > k:  # one end of each pair of opposite moves treats both
+                there = spot + tl.load(table.flat + k)
+                used = ((marks >> k) & 1) != 0
+                ahead = read(flow_ptr + k * PLANE + spot, used)
+                behind = read(flow_ptr + back * PLANE + there, used)
+                common = tl.minimum(ahead, behind)
+                tl.store(flow_ptr + k * PLANE + spot, ahead - common, mask=used)
+                tl.store(flow_ptr + back * PLANE + there, behind - common, mask=used)
     tl.debug_barrier()
     sent, come = _exchange(plan, table, CASE)
     # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
