@@ -52,6 +52,7 @@ from wball.attacks.attack import (
 )
 from wball.attacks.recording import RECORDERS, WORTH, recorded
 from wball.ball import Ball
+from wball.inputs import per_image
 from wball.kernels import dispatch
 from wball.model import ask, check_classes, full_precision, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
@@ -385,7 +386,7 @@ class AttackBatch:
         # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
-            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
+            z=torch.where(per_image(better, z), z, best.z),
             success=best.success | (better & success),
             distance=torch.where(better, state.distance.to(best.distance), best.distance),
             loss=torch.where(better, loss, best.loss),

@@ -34,7 +34,7 @@ from torch import Tensor
 from wball.auditing.flows import Array, Index, ListedMoves, Matching, list_moves, match
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
-from wball.inputs import as_pixels
+from wball.inputs import as_pixels, per_image
 from wball.plan import StoredPlan
 
 MASS_TOL = 1e-5
@@ -135,7 +135,7 @@ def transport_violations(
     """
     start, end = to_planes(x), to_planes(z)
     finite = end.isfinite().flatten(1).all(1)
-    end = torch.where(finite.view(-1, 1, 1, 1), end, 0.0)
+    end = torch.where(per_image(finite, end), end, 0.0)
     mass = start.flatten(1).sum(1)
     off = (end.sum((2, 3)) - start.sum((2, 3))).abs().amax(1)
     moves = all_moves(cost, int(start.shape[2]), int(start.shape[3]))

@@ -388,9 +388,7 @@ class LinfBall(Ball):
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
-        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(
-            -1, *[1] * (x.ndim - 1)
-        )
+        eps = per_image(torch.as_tensor(self.eps, dtype=x.dtype, device=x.device), x)
         lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Charges, Rows
+from wball.inputs import per_image
 
 TIMES = (0.5, 1.5, 4.0)
 """Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the
@@ -81,7 +82,7 @@ class Condition:
         self, gamma: Tensor, source: InputSet, rows: Rows, charges: Charges | None, rounds: int
     ) -> Tensor:
         dtype = rows.coeff.dtype
-        weight = gamma.to(dtype).view(-1, *[1] * (rows.coeff.ndim - 1))
+        weight = per_image(gamma.to(dtype), rows.coeff)
         together = rows.like(rows.coeff - weight * self.rows.coeff.to(dtype)[rows.image])
         if self.charges is not None:
             mine = self.charges.times(gamma.to(dtype), rows.image)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.backends import PropModule
 
 from wball.certificates.graph import Graph
+from wball.inputs import per_image
 from wball.model import ask, evaluating
 
 MANY = 5
@@ -364,7 +365,7 @@ def probes(x: Tensor) -> Tensor:
         return noise
     span = (x.amax() - x.amin()).clamp(min=1.0)
     noise = x.amin() - span + 3 * span * noise
-    steps = x.new_tensor(STEPS).view(-1, *[1] * (x.ndim - 1))
+    steps = per_image(x.new_tensor(STEPS), x)
     return torch.cat([x[::every], x[:1] + steps * (noise - x[:1])])
 
 

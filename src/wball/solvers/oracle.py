@@ -196,7 +196,7 @@ class EntropicProjection(_Oracle):
         ))  # fmt: skip
         self._u, self._psi = answer.u, answer.psi.double()
         if self.mode == "paper":
-            single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
+            single = per_image((self.budget <= 0) | (self._tau <= 0), target)
             z, scale = (
                 torch.where(single, self._grid, target - answer.u),
                 torch.ones_like(self.budget),
@@ -206,7 +206,7 @@ class EntropicProjection(_Oracle):
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
             size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
             scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + scale.float().view(-1, 1, 1, 1) * _balanced(self._grid, answer.z)
+            z = self._grid + per_image(scale.float(), target) * _balanced(self._grid, answer.z)
             cost = scale * answer.cost
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)
