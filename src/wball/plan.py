@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wball.cost import Moves
-from wball.inputs import per_image
+from wball.inputs import dot, per_image
 
 REPAIR_SWEEPS = 200
 """Box sweeps of :meth:`Plan.repair` before it scales the plan towards the centre."""
@@ -55,7 +55,7 @@ class StoredPlan(ABC):
     def cost(self) -> Tensor:
         """``<P, C>`` per image, in mass x pixels."""
         arcs = self.arcs()
-        return (arcs * self.moves.like(arcs).cost).flatten(1).sum(1)
+        return dot(arcs, self.moves.like(arcs).cost)
 
     def net_cost(self) -> Tensor:
         """Cost after opposite moves cancel (:meth:`Plan.cancelled`), per image."""

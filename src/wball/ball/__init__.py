@@ -28,7 +28,7 @@ from wball.auditing.violations import (
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.display import Summarised
 from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
-from wball.inputs import largest, per_image, result_dtype
+from wball.inputs import dot, largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
@@ -169,7 +169,7 @@ class ProjectionOracle:
         self.unit = torch.ones(x.shape[0], dtype=torch.float64, device=x.device)
         signs = torch.where(torch.arange(x[0:1].numel(), device=x.device) % 2 == 0, 1.0, -1.0).to(x)
         corner = ball.support(x, signs.view(x[0:1].shape).expand_as(x).contiguous()).point
-        self._scale = (corner - x).flatten(1).abs().amax(1) if x.shape[0] else x.new_zeros(0)
+        self._scale = largest(corner - x)
 
     def __call__(self, b: Tensor) -> OraclePoint:
         result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
@@ -401,7 +401,7 @@ class LinfBall(Ball):
         point = torch.where(
             g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
         )
-        value = (g.to(torch.float64) * point.to(torch.float64)).flatten(1).sum(1)
+        value = dot(g.to(torch.float64), point.to(torch.float64))
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
 

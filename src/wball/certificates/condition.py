@@ -19,7 +19,7 @@ from torch import Tensor
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Charges, Rows
-from wball.inputs import per_image
+from wball.inputs import dot, per_image
 
 TIMES = (0.5, 1.5, 4.0)
 """Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the
@@ -68,7 +68,7 @@ class Condition:
             if charges is None
             else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
         )
-        rise = known - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
+        rise = known - dot(rows.coeff, self.centre[rows.image])
         unit = (rise.clamp(min=0) / self.fall[rows.image]).nan_to_num(0.0, 0.0, 0.0)
         gamma, best = torch.zeros_like(unit), torch.full_like(unit, math.inf)
         for times in TIMES:
@@ -98,6 +98,6 @@ def condition(
 
     ``largest`` is the largest value of minus the rows plus charges.
     """
-    at_image = (rows.coeff * centre).flatten(1).sum(1)
+    at_image = dot(rows.coeff, centre)
     fall = (largest + at_image).clamp(min=math.ulp(1.0) * at_image.abs().clamp(min=1e-30))
     return Condition(rows, charges, constant, centre, fall)

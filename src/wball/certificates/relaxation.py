@@ -44,6 +44,7 @@ from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, I
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
+from wball.inputs import dot
 
 ROUNDING = 1e-12
 """Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the
@@ -234,7 +235,7 @@ class Relaxation:
                 under = torch.where(inside, either(centre > 0, op.leak, under), under)
                 if bend.is_cuda or bool(bend.any()):  # first layers are often stable
                     charged.append((anchor, rows.like(-negative * rows.read(bend))))
-            constant = (negative * rows.read(shift)).flatten(1).sum(1)
+            constant = dot(negative, rows.read(shift))
             if scale is not None:
                 scale.append(constant.abs())
             return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
@@ -280,7 +281,7 @@ class Relaxation:
             )
             size = size + more
         elif settle and (steepest := self.source.steepest(at_input)) is not None:
-            largest = (negated.coeff * at_input.read(self.source.x)).flatten(1).sum(1)
+            largest = dot(negated.coeff, at_input.read(self.source.x))
             largest += steepest * self.source.budget[rows.image]
             rough = constant - largest - 2 * ROUNDING * (size + largest.abs())
             left = (rough <= 0).nonzero()[:, 0]

@@ -30,7 +30,7 @@ from wball.certificates.relaxation import (
 )
 from wball.input_sets import InputSet
 from wball.input_sets.rows import Charges, Rows, rounded_up
-from wball.inputs import per_image
+from wball.inputs import dot, per_image
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
 """Step lengths of Adam by kind, relative; those of the box are in units of a row's largest
@@ -208,7 +208,7 @@ def trace_back(
             crossing,
             torch.minimum(up, -low),
         )
-        constant = (above * shift).flatten(1).sum(1)
+        constant = dot(above, shift)
         sizes.append(constant.detach().abs())
         return constant, rows.like(
             below * under + above * slope - sign * state["beta", position].to(dtype)
