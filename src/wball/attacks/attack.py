@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from wball import inputs, progress
 from wball.attacks.findings import Finding, merged, reliable
 from wball.attacks.levels import check_on_levels, rounded
 from wball.ball import Ball, check_ball
-from wball.display import Summarised, percent
+from wball.display import Explained, Summarised, percent
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, judge
 from wball.plan import StoredPlan
@@ -93,7 +92,7 @@ class StepCount:
         self._bar.within((self._start + share) / self._images)
 
 
-class AttackStatus(Enum):
+class AttackStatus(Explained):
     """How an attack ended for an image. The value is the explanation, with a remedy if there is
     one."""
 
@@ -105,9 +104,6 @@ class AttackStatus(Enum):
     NO_GRADIENT = (
         "the gradient was zero or not finite: the model may mask it; try another objective"
     )
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 STATUSES = tuple(AttackStatus)

@@ -7,7 +7,6 @@ import os
 import time
 import warnings
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Bounds, Relaxation
 from wball.certificates.tracing import trace
-from wball.display import Summarised, percent
+from wball.display import Explained, Summarised, percent
 from wball.input_sets import InputSet
 from wball.input_sets.box import intervals
 from wball.memory import free_bytes
@@ -90,7 +89,7 @@ class BeyondReach(Exception):
     """The bounds of a network would take far longer than ``time_limit``."""
 
 
-class CertificateStatus(Enum):
+class CertificateStatus(Explained):
     """The outcome for an image. The value is the explanation, with a remedy if there is one."""
 
     CERTIFIED = "every image of the ball gets the label"
@@ -100,9 +99,6 @@ class CertificateStatus(Enum):
         "the bound is not above 0: the ball may be safe or not; try method='alpha-crown' with more "
         "steps, method='complete' with a larger time_limit, a smaller eps"
     )
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 @dataclass(frozen=True, repr=False)
