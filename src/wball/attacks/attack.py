@@ -268,7 +268,7 @@ class Attack(ABC):
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         inputs.check_generator(generator)
-        x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
+        x = inputs.check_images(x.detach() if isinstance(x, Tensor) else x, self.ball.box)
         y = check_labels("y", y, x)
         if target is None and self.target is not None:
             target = torch.full_like(y, self.target)

@@ -87,7 +87,7 @@ def minimal_radius(
     check_attack(attack)
     inputs.check_positive("hi", hi)
     inputs.check_count("rounds", rounds, 0)
-    x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
+    x = inputs.check_images(x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
     x = x.to(result_dtype(x))
     y = check_labels("y", y, x)
     target = None if target is None else check_labels("target", target, x)

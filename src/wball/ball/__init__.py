@@ -272,7 +272,7 @@ class WassersteinBall(Ball):
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        problem = self.problem(inputs.check_images("x", x, self.box, g=g))
+        problem = self.problem(inputs.check_images(x, self.box, g=g))
         return support(problem, g, Effort(reg, tol, max_iter, time_limit))
 
     def project(
@@ -290,13 +290,13 @@ class WassersteinBall(Ball):
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
         w = inputs.as_pixels(w)
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
-        problem = self.problem(inputs.check_images("x", x, self.box, w=w, **duals))
+        problem = self.problem(inputs.check_images(x, self.box, w=w, **duals))
         return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
         :mod:`wball.solvers.distance`."""
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
 
     def violations(
@@ -307,7 +307,7 @@ class WassersteinBall(Ball):
         With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf
         where it proves none.
         """
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         relative = self.mass == "relative"
@@ -336,7 +336,7 @@ class WassersteinBall(Ball):
         Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the
         images is made.
         """
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
         potential = torch.normal(
@@ -385,7 +385,7 @@ class LinfBall(Ball):
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value of each pixel. For half precision they are in float32, which
         does not round them out of the ball."""
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
         eps = per_image(torch.as_tensor(self.eps, dtype=x.dtype, device=x.device), x)
@@ -419,7 +419,7 @@ class LinfBall(Ball):
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         return _largest_change(x, inputs.check_like("z", inputs.as_pixels(z), x))
 
     def violations(
@@ -427,7 +427,7 @@ class LinfBall(Ball):
     ) -> Violations:
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
         is ignored."""
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         change = _largest_change(x, z)

@@ -461,7 +461,7 @@ def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
             "ball must be a threat model with a method input_set (docs/extending.md), got "
             f"{type(ball).__name__}"
         )
-    x = inputs.check_images("x", x, ball.box)
+    x = inputs.check_images(x, ball.box)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     inputs.check_eps_count(ball.eps, x.shape[0])

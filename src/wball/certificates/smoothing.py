@@ -166,7 +166,7 @@ class FlowSmoothing:
         NaN counts for no class, and neither do copies that are not drawn within ``time_limit``
         seconds per image."""
         inputs.check_count("samples", samples)
-        x = inputs.check_images("x", _images(x), None)
+        x = inputs.check_images(_images(x), None)
         x = x.to(result_dtype(x))
         with evaluating(self.model):
             if x.shape[0] == 0:

@@ -116,7 +116,7 @@ def verify(
         raise TypeError(
             f"certificate must be a result of wball.certify, got {type(certificate).__name__}"
         )
-    x = inputs.check_images("x", x, ball.box).detach()
+    x = inputs.check_images(x, ball.box).detach()
     if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
         raise ValueError(
             "certificate, x and y must be of the same images, got "
