@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import inputs
 from wball.attacks.attack import (
     STATUSES,
     Attack,
@@ -540,6 +541,25 @@ class GradientAttack(Attack):
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
             rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SteppedAttack(GradientAttack):
+    """A gradient attack whose first setting is the number of its steps.
+
+    Attributes:
+        steps: gradient steps.
+    """
+
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("steps", self.steps)
+
+    @property
+    def n_gradients(self) -> int:
+        return self.steps
 
 
 class _Loop:
