@@ -142,7 +142,7 @@ def transport_violations(
     unit = mass if relative else torch.ones_like(mass)
     if plan is None:
         pairs = zip(start.cpu().numpy(), end.cpu().numpy(), strict=True)
-        costs = [transport_cost(partial(_match_channel, moves), *pair) for pair in pairs]
+        costs = [transport_cost(partial(match_channel, moves), *pair) for pair in pairs]
         total = torch.tensor(costs, dtype=torch.float64, device=x.device)
     else:
         total = proved_distance(cost, start, end, plan)
@@ -165,7 +165,7 @@ def cheapest_plan(cost: GroundCost, x: Tensor, z: Tensor) -> tuple[Index, Index,
     end = z.detach().to("cpu", torch.float64).clamp(min=0).flatten(1).numpy()
     for a, b in zip(x.detach().to("cpu", torch.float64).flatten(1).numpy(), end, strict=True):
         if a.sum() > 0 and b.sum() > 0 and not np.array_equal(a, b):
-            found = _match_channel(moves, a, b)
+            found = match_channel(moves, a, b)
             source, target = moves.source[found.arcs], moves.target[found.arcs]
             used = (found.flow > 1e-7 * a.sum()) & (source != target)
             parts.append((source[used], target[used], found.flow[used]))
@@ -219,6 +219,6 @@ def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Arr
     return sum(one.cost for one in found) if missing <= MASS_TOL * mass else math.inf
 
 
-def _match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
+def match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
     """Match ``a`` with ``b`` at the least cost, after scaling ``b`` to the mass of ``a``."""
     return match(moves, a, b * (a.sum() / b.sum()))
