@@ -126,7 +126,7 @@ def check_images(x: Tensor, box: tuple[float, float] | None, **beside: Tensor) -
     check_default_device(x.device)
     if x.numel() == 0:
         return x
-    lo, hi = box if box is not None else (0.0, math.inf)
+    lo, hi = box or (0.0, math.inf)
     # Half precision rounds by more than BOX_SLACK, but 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
         where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"

@@ -25,6 +25,7 @@ from wball.attacks.base import (
     State,
     SteppedAttack,
     distance_bound,
+    into_box,
     understood,
 )
 from wball.attacks.dual_averaging import normalised
@@ -246,8 +247,9 @@ class PGD(SteppedAttack):
         if self.step == "wasserstein":
             ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
             options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
-            inside = z if ball.box is None else z.clamp(*ball.box)
-            return ball.support(inside, normalised(gradient), self.reg, **options).point
+            return ball.support(
+                into_box(z, ball.box), normalised(gradient), self.reg, **options
+            ).point
         alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
         if isinstance(alpha, Tensor):
             alpha = per_image(alpha.to(z), z)

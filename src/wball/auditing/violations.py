@@ -148,7 +148,7 @@ def transport_violations(
         total = proved_distance(cost, start, end, plan)
     return Violations(
         mass_error=torch.where(finite, over(off, mass), math.inf),
-        box_violation=box_violation(z, box if box is not None else (0.0, math.inf)),
+        box_violation=box_violation(z, box or (0.0, math.inf)),
         distance=torch.where(finite, over(total, unit), math.inf),
         rounding=half_ulp(z) * moves.cheapest * torch.where(unit > 0, mass / unit, 1.0),
         exact=torch.ones_like(finite) if plan is None else ~finite,

@@ -389,7 +389,7 @@ class LinfBall(Ball):
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
         eps = per_image(torch.as_tensor(self.eps, dtype=x.dtype, device=x.device), x)
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        lo, hi = self.box or (-math.inf, math.inf)
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
 
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
@@ -431,10 +431,9 @@ class LinfBall(Ball):
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         change = _largest_change(x, z)
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return Violations(
             mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
-            box_violation=box_violation(z, (lo, hi)).to(x.device),
+            box_violation=box_violation(z, self.box or (-math.inf, math.inf)).to(x.device),
             distance=change.nan_to_num(math.inf, math.inf),
             rounding=torch.full_like(change, half_ulp(z)),
             exact=torch.ones_like(change, dtype=torch.bool),
