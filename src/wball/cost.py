@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import inputs
 from wball.provenance import fingerprint
 
 Move = tuple[int, int, float]
@@ -408,12 +409,8 @@ class GridCost:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, bool) or not isinstance(self.window, int):
-            raise TypeError(f"window must be an int, got {self.window!r}")
-        if self.window < 1 or self.window % 2 == 0:
-            raise ValueError(
-                f"window must be odd and at least 1 so that it has a centre, got {self.window}"
-            )
+        if inputs.check_count("window", self.window) % 2 == 0:
+            raise ValueError(f"window must be odd so that it has a centre, got {self.window}")
         if not (isinstance(self.p, (int, float)) and 0 < self.p < math.inf):
             raise ValueError(
                 f"p must be a finite number > 0, got {self.p!r}; 1 is the Euclidean distance"
