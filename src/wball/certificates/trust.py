@@ -105,6 +105,8 @@ LIBRARIES = words(
 WATCHED = sys.stdlib_module_names | {"torch", "numpy"}
 """Packages whose code is watched if the model's own code called it."""
 
+KNOWN = LIBRARIES | WATCHED
+
 COMPUTING = words(
     "torch wball math itertools collections re _operator _functools _collections _abc _warnings"
 )
@@ -217,7 +219,7 @@ def _module(name: Any, packages: Set[str]) -> dict[str, Any]:
 def _is_library(value: Any) -> bool:
     """Whether a class or module is the one that a library has under its name."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    held = _module(home, LIBRARIES | WATCHED)
+    held = _module(home, KNOWN)
     return held is vars(value) or held.get(value.__name__) is value
 
 
