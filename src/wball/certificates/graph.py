@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.curves import CURVES, Curve, Lines, curve_lines
+from wball.certificates.curves import CURVES, Curve
 from wball.input_sets.rows import Rows, add, trim
 from wball.inputs import dot
 
@@ -244,10 +244,6 @@ class Curved(Op):
     @property
     def curve(self) -> Curve:
         return CURVES[self.kind]
-
-    def lines(self, low: Tensor, up: Tensor) -> Lines:
-        """Lines below and above the curve when the input is between ``low`` and ``up``."""
-        return curve_lines(self.curve, low, up)
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
         """The interval of the output when the input is between ``low`` and ``up``."""

@@ -34,7 +34,7 @@ from wball.certificates.graph import (
     Sum,
     back,
 )
-from wball.certificates.relaxation import upper_line
+from wball.certificates.relaxation import adaptive_slope, upper_line
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
@@ -110,9 +110,7 @@ class LinfBounds:
             centre, radius = values[op.inputs[0]]
             low, up = centre - radius, centre + radius
             slope, shift = upper_line(low, up, op.leak)
-            under = torch.where(
-                (low < 0) & (up > 0), torch.where(up > -low, 1.0, op.leak).to(slope.dtype), slope
-            )
+            under = adaptive_slope(low, up, slope, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             constant = dot(negative, rows.read(shift))
             return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
