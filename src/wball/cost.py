@@ -266,9 +266,7 @@ class DenseMoves(Moves):
         self.shape = shape
         self._matrix = matrix.to(device=like.device)
         finite = torch.isfinite(self._matrix)
-        by_target = torch.where(finite, self._matrix, torch.zeros_like(self._matrix)).T.reshape(
-            -1, *shape
-        )
+        by_target = self._matrix.nan_to_num(posinf=0.0).T.reshape(-1, *shape)
         self.cost = by_target.to(like.dtype)
         self.allowed = finite.T.reshape(-1, *shape)
 

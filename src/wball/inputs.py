@@ -129,7 +129,7 @@ def check_images(x: Tensor, box: tuple[float, float] | None, **beside: Tensor) -
     lo, hi = box or (0.0, math.inf)
     # Half precision rounds by more than BOX_SLACK, but 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
-        where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"
+        where = f"[{lo:g}, {hi:g}]" if box else "[0, inf)"
         raise ValueError(
             f"x has pixels from {low:g} to {high:g}, outside {where}; "
             "scale images to the ball's box (normalise inside the model), or give the ball another box"
