@@ -166,6 +166,24 @@ def _check_alike(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
+def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
+    """Check for integer classes, one per image, and move them to the device of the images."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
+        )
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(
+            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
+        )
+    if labels.shape != x.shape[:1]:
+        raise ValueError(
+            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
+            "rows use argmax(1), for a column of classes flatten()"
+        )
+    return labels.detach().to(device=x.device, dtype=torch.long)
+
+
 def check_eps_count(eps: float | Tensor, batch: int) -> None:
     if isinstance(eps, Tensor) and eps.shape[0] != batch:
         raise ValueError(

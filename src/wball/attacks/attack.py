@@ -269,10 +269,10 @@ class Attack(ABC):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         inputs.check_generator(generator)
         x = inputs.check_images(x.detach() if isinstance(x, Tensor) else x, self.ball.box)
-        y = check_labels("y", y, x)
+        y = inputs.check_labels("y", y, x)
         if target is None and self.target is not None:
             target = torch.full_like(y, self.target)
-        target = None if target is None else check_labels("target", target, x)
+        target = None if target is None else inputs.check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
         x = x.to(result_dtype(x))
         if self.levels is not None:
@@ -474,24 +474,6 @@ def attack_labels(
     with torch.no_grad(), as_found(model, x.device):
         own = ask(model, x).argmax(1)
     return attack(model, x, own, target=labels, generator=generator)
-
-
-def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
-    """Check for integer classes, one per image, and move them to the device of the images."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
-        )
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(
-            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
-        )
-    if labels.shape != x.shape[:1]:
-        raise ValueError(
-            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
-            "rows use argmax(1), for a column of classes flatten()"
-        )
-    return labels.detach().to(device=x.device, dtype=torch.long)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -465,12 +465,7 @@ def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     inputs.check_eps_count(ball.eps, x.shape[0])
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.shape != (x.shape[0],):
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(
-            f"y must hold one integer label per image, shape ({x.shape[0]},), got {shape}"
-        )
-    return x.detach(), y.to(x.device, torch.long)
+    return x.detach(), inputs.check_labels("y", y, x)
 
 
 @torch.no_grad()

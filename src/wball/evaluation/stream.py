@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from wball import inputs
-from wball.attacks.attack import check_labels
 from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
 
 Box = tuple[float, float] | None
@@ -156,7 +155,7 @@ def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
 def _of_arrays(x: Any, y: Any, box: Box, device: torch.device) -> Stream:
     if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype != torch.uint8:
         images = inputs.check_images(x.detach(), box)
-        labels = check_labels("y", y, x)
+        labels = inputs.check_labels("y", y, x)
         return Stream(len(x), lambda index: (images[index], labels[index]), box, x.device)
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
