@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import inputs
 from wball.provenance import fingerprint
 
 Move = tuple[int, int, float]
@@ -265,9 +266,7 @@ class DenseMoves(Moves):
         self.shape = shape
         self._matrix = matrix.to(device=like.device)
         finite = torch.isfinite(self._matrix)
-        by_target = torch.where(finite, self._matrix, torch.zeros_like(self._matrix)).T.reshape(
-            -1, *shape
-        )
+        by_target = self._matrix.nan_to_num(posinf=0.0).T.reshape(-1, *shape)
         self.cost = by_target.to(like.dtype)
         self.allowed = finite.T.reshape(-1, *shape)
 
@@ -408,12 +407,8 @@ class GridCost:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, bool) or not isinstance(self.window, int):
-            raise TypeError(f"window must be an int, got {self.window!r}")
-        if self.window < 1 or self.window % 2 == 0:
-            raise ValueError(
-                f"window must be odd and at least 1 so that it has a centre, got {self.window}"
-            )
+        if inputs.check_count("window", self.window) % 2 == 0:
+            raise ValueError(f"window must be odd so that it has a centre, got {self.window}")
         if not (isinstance(self.p, (int, float)) and 0 < self.p < math.inf):
             raise ValueError(
                 f"p must be a finite number > 0, got {self.p!r}; 1 is the Euclidean distance"

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from html import escape
+
+
+class Explained(Enum):
+    """Outcomes by name. The value is the explanation, with a remedy if there is one."""
+
+    def __str__(self) -> str:
+        return f"{self.name.lower()}: {self.value}"
 
 
 class Summarised:

@@ -111,40 +111,38 @@ def check_layout(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
 
 
-def check_images(
-    name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor
-) -> Tensor:
-    """Check that pixels are inside the box, and not negative; clip rounding errors.
+def check_images(x: Tensor, box: tuple[float, float] | None, **beside: Tensor) -> Tensor:
+    """Check that the pixels of ``x`` are inside the box, and not negative; clip rounding errors.
 
     8-bit images are divided by 255, unless the box reaches beyond 1. Tensors given ``beside`` them
     must be finite, of their shape and on their device.
     """
     if box is None or box[1] <= 1:
-        value = as_pixels(value)
-    check_layout(name, value)
+        x = as_pixels(x)
+    check_layout("x", x)
     for title, other in beside.items():
-        _check_alike(title, other, value)
-    low, high = _extent({name: value, **beside})
-    check_default_device(name, value.device)
-    if value.numel() == 0:
-        return value
-    lo, hi = box if box is not None else (0.0, math.inf)
+        _check_alike(title, other, x)
+    low, high = _extent({"x": x, **beside})
+    check_default_device(x.device)
+    if x.numel() == 0:
+        return x
+    lo, hi = box or (0.0, math.inf)
     # Half precision rounds by more than BOX_SLACK, but 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
-        where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"
+        where = f"[{lo:g}, {hi:g}]" if box else "[0, inf)"
         raise ValueError(
-            f"{name} has pixels from {low:g} to {high:g}, outside {where}; "
+            f"x has pixels from {low:g} to {high:g}, outside {where}; "
             "scale images to the ball's box (normalise inside the model), or give the ball another box"
         )
-    return value.clamp(lo, hi) if low < lo or high > hi else value
+    return x.clamp(lo, hi) if low < lo or high > hi else x
 
 
-def check_default_device(name: str, device: torch.device) -> None:
+def check_default_device(device: torch.device) -> None:
     """Refuse a default device that is neither the CPU nor the images' device."""
     default = torch.empty(0).device  # torch.get_default_device() takes four times as long
     if default.type not in ("cpu", device.type):
         raise ValueError(
-            f"{name} is on {device}, but tensors are made on {default} by default (torch.set_default_device); move it "
+            f"x is on {device}, but tensors are made on {default} by default (torch.set_default_device); move it "
             f"there, or make the call inside `with torch.device({device.type!r}):`"
         )
 
@@ -166,6 +164,24 @@ def _check_alike(name: str, value: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)"
         )
+
+
+def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
+    """Check for integer classes, one per image, and move them to the device of the images."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
+        )
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(
+            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
+        )
+    if labels.shape != x.shape[:1]:
+        raise ValueError(
+            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
+            "rows use argmax(1), for a column of classes flatten()"
+        )
+    return labels.detach().to(device=x.device, dtype=torch.long)
 
 
 def check_eps_count(eps: float | Tensor, batch: int) -> None:

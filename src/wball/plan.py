@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from wball.cost import Moves
+from wball.inputs import dot, per_image
 
 REPAIR_SWEEPS = 200
 """Box sweeps of :meth:`Plan.repair` before it scales the plan towards the centre."""
@@ -54,7 +55,7 @@ class StoredPlan(ABC):
     def cost(self) -> Tensor:
         """``<P, C>`` per image, in mass x pixels."""
         arcs = self.arcs()
-        return (arcs * self.moves.like(arcs).cost).flatten(1).sum(1)
+        return dot(arcs, self.moves.like(arcs).cost)
 
     def net_cost(self) -> Tensor:
         """Cost after opposite moves cancel (:meth:`Plan.cancelled`), per image."""
@@ -75,10 +76,7 @@ class StoredPlan(ABC):
         """These plans where the mask is set, and those of ``other`` elsewhere."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return self.with_tensors(
-            [
-                torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, theirs.to(mine))
-                for mine, theirs in pairs
-            ]
+            [torch.where(per_image(mask, mine), mine, theirs.to(mine)) for mine, theirs in pairs]
         )
 
     @staticmethod
@@ -145,7 +143,7 @@ class FactoredPlan(StoredPlan):
         where that is 0."""
         warm = tau.to(torch.float64) > 0
         heat = torch.where(warm, tau.to(torch.float64), 1.0)
-        potentials = u.to(torch.float64) / heat.view(-1, 1, 1, 1)
+        potentials = u.to(torch.float64) / per_image(heat, u)
         return cls(
             moves, x, potentials, psi.to(torch.float64) / heat, keep, give, warm.to(torch.float64)
         )
@@ -154,9 +152,9 @@ class FactoredPlan(StoredPlan):
         """The mass on each move, ``(B, C, K, H, W)``, in float64."""
         x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
         moves = self.moves.like(x)
-        score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
+        score = moves.gather(s) - per_image(psi, x)[..., None] * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
-        out = (scale.view(-1, 1, 1, 1) * x * give).unsqueeze(2)
+        out = (per_image(scale, x) * x * give).unsqueeze(2)
         # Potentials of rows that send nothing may be NaN.
         sent = torch.where(
             moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep)
@@ -169,10 +167,10 @@ class FactoredPlan(StoredPlan):
         x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
         moves = self.moves.like(x)
         ends, kept = moves.ends(s, -torch.inf), moves.ends(keep, 0.0)
-        sent = [ends(k) - psi.view(-1, 1, 1, 1) * moves.costs[k] for k in range(len(moves))]
+        sent = [ends(k) - per_image(psi, x) * moves.costs[k] for k in range(len(moves))]
         top = reduce(torch.maximum, sent)
         whole = reduce(torch.add, [score.sub_(top).exp_() for score in sent])
-        out = scale.view(-1, 1, 1, 1) * x * give
+        out = per_image(scale, x) * x * give
         idle = out == 0  # potentials of rows that send nothing may be NaN
         out = out / whole
         for k in range(1, len(moves)):  # the first one stays
@@ -212,7 +210,7 @@ class Plan(StoredPlan):
     def mixed(self, gamma: Tensor, other: Plan) -> Plan:
         """``(1 - gamma)`` of this plan and ``gamma`` of the other, per image: plans of the mixed
         points."""
-        weight = gamma.to(self.flow.dtype).view(-1, 1, 1, 1, 1)
+        weight = per_image(gamma.to(self.flow.dtype), self.flow)
         return replace(self, flow=self.flow + weight * (other.flow.to(self.flow.dtype) - self.flow))
 
     def cancelled(self) -> Plan:
@@ -228,7 +226,7 @@ class Plan(StoredPlan):
 
     def toward_centre(self, scale: Tensor) -> Plan:
         """Scale every move by a factor in [0, 1] per image: ``z = x + scale (z - x)``."""
-        keep = scale.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
+        keep = per_image(scale, self.flow).to(self.flow.dtype)
         stay = self.moves.stay()
         home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(
             2, keepdim=True

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from wball.display import Summarised
+from wball.display import Explained, Summarised
 from wball.plan import Plan, StoredPlan
 
 
-class Status(Enum):
+class Status(Explained):
     """How a solver ended, per image. The value is the explanation, with a remedy if there is
     one."""
 
@@ -33,9 +32,6 @@ class Status(Enum):
         "raise time_limit or loosen tol"
     )
     EXACT = "closed form: nothing was iterated"
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 class _Solved(Summarised):

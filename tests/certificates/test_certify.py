@@ -276,7 +276,7 @@ def test_unsupported_modules_are_named() -> None:
         certify(net, x, y, wball.WassersteinBall(0.1))
     with pytest.raises(ValueError, match="method"):
         certify(net, x, y, wball.WassersteinBall(0.1), "crowning")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one integer label"):
+    with pytest.raises(TypeError, match="integer class"):
         certify(net, x, y.float(), wball.WassersteinBall(0.1))
     with pytest.raises(TypeError, match="ball must be"):
         certify(net, x, y, 0.1)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from wball import inputs, progress
 from wball.attacks.findings import Finding, merged, reliable
 from wball.attacks.levels import check_on_levels, rounded
 from wball.ball import Ball, check_ball
-from wball.display import Summarised, percent
+from wball.display import Explained, Summarised, percent
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, judge
 from wball.plan import StoredPlan
@@ -93,7 +92,7 @@ class StepCount:
         self._bar.within((self._start + share) / self._images)
 
 
-class AttackStatus(Enum):
+class AttackStatus(Explained):
     """How an attack ended for an image. The value is the explanation, with a remedy if there is
     one."""
 
@@ -105,9 +104,6 @@ class AttackStatus(Enum):
     NO_GRADIENT = (
         "the gradient was zero or not finite: the model may mask it; try another objective"
     )
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 STATUSES = tuple(AttackStatus)
@@ -272,11 +268,11 @@ class Attack(ABC):
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         inputs.check_generator(generator)
-        x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
-        y = check_labels("y", y, x)
+        x = inputs.check_images(x.detach() if isinstance(x, Tensor) else x, self.ball.box)
+        y = inputs.check_labels("y", y, x)
         if target is None and self.target is not None:
             target = torch.full_like(y, self.target)
-        target = None if target is None else check_labels("target", target, x)
+        target = None if target is None else inputs.check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
         x = x.to(result_dtype(x))
         if self.levels is not None:
@@ -478,24 +474,6 @@ def attack_labels(
     with torch.no_grad(), as_found(model, x.device):
         own = ask(model, x).argmax(1)
     return attack(model, x, own, target=labels, generator=generator)
-
-
-def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
-    """Check for integer classes, one per image, and move them to the device of the images."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
-        )
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(
-            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
-        )
-    if labels.shape != x.shape[:1]:
-        raise ValueError(
-            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
-            "rows use argmax(1), for a column of classes flatten()"
-        )
-    return labels.detach().to(device=x.device, dtype=torch.long)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import inputs
 from wball.attacks.attack import (
     STATUSES,
     Attack,
@@ -52,6 +53,7 @@ from wball.attacks.attack import (
 )
 from wball.attacks.recording import RECORDERS, WORTH, recorded
 from wball.ball import Ball
+from wball.inputs import per_image
 from wball.kernels import dispatch
 from wball.model import ask, check_classes, full_precision, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
@@ -385,7 +387,7 @@ class AttackBatch:
         # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
-            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
+            z=torch.where(per_image(better, z), z, best.z),
             success=best.success | (better & success),
             distance=torch.where(better, state.distance.to(best.distance), best.distance),
             loss=torch.where(better, loss, best.loss),
@@ -539,6 +541,25 @@ class GradientAttack(Attack):
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
             rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SteppedAttack(GradientAttack):
+    """A gradient attack whose first setting is the number of its steps.
+
+    Attributes:
+        steps: gradient steps.
+    """
+
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("steps", self.steps)
+
+    @property
+    def n_gradients(self) -> int:
+        return self.steps
 
 
 class _Loop:

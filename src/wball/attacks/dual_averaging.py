@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import AttackBatch, GradientAttack, State, normal
+from wball.attacks.base import AttackBatch, State, SteppedAttack, normal
 from wball.ball import Oracle
 from wball.inputs import per_image
 from wball.plan import FactoredPlan
@@ -51,7 +51,7 @@ class Potentials(State):
 
 
 @dataclass(frozen=True)
-class DualAveraging(GradientAttack):
+class DualAveraging(SteppedAttack):
     """Entropic dual averaging.
 
     Attributes:
@@ -79,7 +79,6 @@ class DualAveraging(GradientAttack):
             raise TypeError(
                 f"ball must have an oracle, as WassersteinBall has, got {name}; use PGD for other balls"
             )
-        inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)
         inputs.check_positive("step_size", self.step_size)
         for name, share in (("decay", self.decay), ("memory", self.memory)):
@@ -89,10 +88,6 @@ class DualAveraging(GradientAttack):
             raise ValueError(
                 f"random_start must be >= 0 and finite, in nats, got {self.random_start}"
             )
-
-    @property
-    def n_gradients(self) -> int:
-        return self.steps
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> Potentials:
         x = batch.x

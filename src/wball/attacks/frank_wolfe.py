@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball import inputs
-from wball.attacks.base import AttackBatch, GradientAttack, State
+from wball.attacks.base import AttackBatch, State, SteppedAttack
 from wball.attacks.dual_averaging import normalised
 from wball.inputs import per_image
 from wball.plan import Plan
@@ -48,22 +47,12 @@ class _Mixture(State):
 
 
 @dataclass(frozen=True)
-class FrankWolfe(GradientAttack):
+class FrankWolfe(SteppedAttack):
     """Frank-Wolfe with steps ``gamma = 2 / (t + 2)``, on any ball.
 
     Attributes:
         steps: gradient steps.
     """
-
-    steps: int = 40
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inputs.check_count("steps", self.steps)
-
-    @property
-    def n_gradients(self) -> int:
-        return self.steps
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Mixture:
         x, problem = batch.x, batch.ball.problem(batch.x)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.attack import Attack, Task, check_attack, check_labels
+from wball.attacks.attack import Attack, Task, check_attack
 from wball.display import Summarised
 from wball.inputs import per_image, result_dtype
 from wball.model import Model, as_found, ask, full_precision, reached
@@ -87,10 +87,10 @@ def minimal_radius(
     check_attack(attack)
     inputs.check_positive("hi", hi)
     inputs.check_count("rounds", rounds, 0)
-    x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
+    x = inputs.check_images(x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
     x = x.to(result_dtype(x))
-    y = check_labels("y", y, x)
-    target = None if target is None else check_labels("target", target, x)
+    y = inputs.check_labels("y", y, x)
+    target = None if target is None else inputs.check_labels("target", target, x)
     whole, batch = Task(model, x, y, target), x.shape[0]
     radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
     failed = torch.zeros_like(radius)

@@ -22,9 +22,10 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import (
     AttackBatch,
-    GradientAttack,
     State,
+    SteppedAttack,
     distance_bound,
+    into_box,
     understood,
 )
 from wball.attacks.dual_averaging import normalised
@@ -76,7 +77,7 @@ class _Projected(State):
 
 
 @dataclass(frozen=True)
-class PGD(GradientAttack):
+class PGD(SteppedAttack):
     """Projected gradient ascent on any ball.
 
     Attributes:
@@ -94,7 +95,6 @@ class PGD(GradientAttack):
         max_iter: iterations of the projection.
     """
 
-    steps: int = 40
     step_size: float | None = None
     step: Step = "linf"
     reg: float = math.inf
@@ -106,7 +106,6 @@ class PGD(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inputs.check_count("steps", self.steps)
         inputs.check_positive("reg", self.reg, inf=True)
         inputs.check_positive("tol", self.tol)
         inputs.check_count("max_iter", self.max_iter)
@@ -179,10 +178,6 @@ class PGD(GradientAttack):
         }
         return cls(**{**settings, **changes})
 
-    @property
-    def n_gradients(self) -> int:
-        return self.steps
-
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Projected:
         x, ball = batch.x, batch.ball
         z, distance = x, torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
@@ -242,8 +237,9 @@ class PGD(GradientAttack):
         problem = ball.problem(x)
         if problem is None or not EntropicProjection.serves(problem, self.reg):
             return None
-        options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
-        return EntropicProjection(problem, self.reg, **options)
+        return EntropicProjection(
+            problem, self.reg, tol=self.tol, max_iter=self.max_iter, mode=self.mode
+        )
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         """The point after a gradient step, before the projection."""
@@ -251,8 +247,9 @@ class PGD(GradientAttack):
         if self.step == "wasserstein":
             ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
             options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
-            inside = z if ball.box is None else z.clamp(*ball.box)
-            return ball.support(inside, normalised(gradient), self.reg, **options).point
+            return ball.support(
+                into_box(z, ball.box), normalised(gradient), self.reg, **options
+            ).point
         alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
         if isinstance(alpha, Tensor):
             alpha = per_image(alpha.to(z), z)

@@ -143,7 +143,7 @@ def audit(
         raise ValueError(f'exact must be "all", "needed" or "sample", got {exact!r}')
     inputs.check_count("sample", sample, least=0)
     inputs.check_count("workers", workers)
-    x = inputs.check_images("x", x, ball.box)
+    x = inputs.check_images(x, ball.box)
     z = check_point(z, x)
     inputs.check_eps_count(ball.eps, len(x))
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(len(x)).clone()

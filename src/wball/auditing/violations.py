@@ -34,7 +34,7 @@ from torch import Tensor
 from wball.auditing.flows import Array, Index, ListedMoves, Matching, list_moves, match
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
-from wball.inputs import as_pixels
+from wball.inputs import as_pixels, per_image
 from wball.plan import StoredPlan
 
 MASS_TOL = 1e-5
@@ -135,20 +135,20 @@ def transport_violations(
     """
     start, end = to_planes(x), to_planes(z)
     finite = end.isfinite().flatten(1).all(1)
-    end = torch.where(finite.view(-1, 1, 1, 1), end, 0.0)
+    end = torch.where(per_image(finite, end), end, 0.0)
     mass = start.flatten(1).sum(1)
     off = (end.sum((2, 3)) - start.sum((2, 3))).abs().amax(1)
     moves = all_moves(cost, int(start.shape[2]), int(start.shape[3]))
     unit = mass if relative else torch.ones_like(mass)
     if plan is None:
         pairs = zip(start.cpu().numpy(), end.cpu().numpy(), strict=True)
-        costs = [transport_cost(partial(_match_channel, moves), *pair) for pair in pairs]
+        costs = [transport_cost(partial(match_channel, moves), *pair) for pair in pairs]
         total = torch.tensor(costs, dtype=torch.float64, device=x.device)
     else:
         total = proved_distance(cost, start, end, plan)
     return Violations(
         mass_error=torch.where(finite, over(off, mass), math.inf),
-        box_violation=box_violation(z, box if box is not None else (0.0, math.inf)),
+        box_violation=box_violation(z, box or (0.0, math.inf)),
         distance=torch.where(finite, over(total, unit), math.inf),
         rounding=half_ulp(z) * moves.cheapest * torch.where(unit > 0, mass / unit, 1.0),
         exact=torch.ones_like(finite) if plan is None else ~finite,
@@ -165,7 +165,7 @@ def cheapest_plan(cost: GroundCost, x: Tensor, z: Tensor) -> tuple[Index, Index,
     end = z.detach().to("cpu", torch.float64).clamp(min=0).flatten(1).numpy()
     for a, b in zip(x.detach().to("cpu", torch.float64).flatten(1).numpy(), end, strict=True):
         if a.sum() > 0 and b.sum() > 0 and not np.array_equal(a, b):
-            found = _match_channel(moves, a, b)
+            found = match_channel(moves, a, b)
             source, target = moves.source[found.arcs], moves.target[found.arcs]
             used = (found.flow > 1e-7 * a.sum()) & (source != target)
             parts.append((source[used], target[used], found.flow[used]))
@@ -219,6 +219,6 @@ def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Arr
     return sum(one.cost for one in found) if missing <= MASS_TOL * mass else math.inf
 
 
-def _match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
+def match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
     """Match ``a`` with ``b`` at the least cost, after scaling ``b`` to the mass of ``a``."""
     return match(moves, a, b * (a.sum() / b.sum()))

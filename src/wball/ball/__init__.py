@@ -28,7 +28,7 @@ from wball.auditing.violations import (
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.display import Summarised
 from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
-from wball.inputs import largest, per_image, result_dtype
+from wball.inputs import dot, largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
@@ -169,7 +169,7 @@ class ProjectionOracle:
         self.unit = torch.ones(x.shape[0], dtype=torch.float64, device=x.device)
         signs = torch.where(torch.arange(x[0:1].numel(), device=x.device) % 2 == 0, 1.0, -1.0).to(x)
         corner = ball.support(x, signs.view(x[0:1].shape).expand_as(x).contiguous()).point
-        self._scale = (corner - x).flatten(1).abs().amax(1) if x.shape[0] else x.new_zeros(0)
+        self._scale = largest(corner - x)
 
     def __call__(self, b: Tensor) -> OraclePoint:
         result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
@@ -272,7 +272,7 @@ class WassersteinBall(Ball):
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        problem = self.problem(inputs.check_images("x", x, self.box, g=g))
+        problem = self.problem(inputs.check_images(x, self.box, g=g))
         return support(problem, g, Effort(reg, tol, max_iter, time_limit))
 
     def project(
@@ -290,13 +290,13 @@ class WassersteinBall(Ball):
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
         w = inputs.as_pixels(w)
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
-        problem = self.problem(inputs.check_images("x", x, self.box, w=w, **duals))
+        problem = self.problem(inputs.check_images(x, self.box, w=w, **duals))
         return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
         :mod:`wball.solvers.distance`."""
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
 
     def violations(
@@ -307,7 +307,7 @@ class WassersteinBall(Ball):
         With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf
         where it proves none.
         """
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         relative = self.mass == "relative"
@@ -336,7 +336,7 @@ class WassersteinBall(Ball):
         Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the
         images is made.
         """
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
         potential = torch.normal(
@@ -385,13 +385,11 @@ class LinfBall(Ball):
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value of each pixel. For half precision they are in float32, which
         does not round them out of the ball."""
-        x = inputs.check_images("x", x, self.box).detach()
+        x = inputs.check_images(x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
-        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(
-            -1, *[1] * (x.ndim - 1)
-        )
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        eps = per_image(torch.as_tensor(self.eps, dtype=x.dtype, device=x.device), x)
+        lo, hi = self.box or (-math.inf, math.inf)
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
 
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
@@ -403,7 +401,7 @@ class LinfBall(Ball):
         point = torch.where(
             g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
         )
-        value = (g.to(torch.float64) * point.to(torch.float64)).flatten(1).sum(1)
+        value = dot(g.to(torch.float64), point.to(torch.float64))
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
 
@@ -421,7 +419,7 @@ class LinfBall(Ball):
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         return _largest_change(x, inputs.check_like("z", inputs.as_pixels(z), x))
 
     def violations(
@@ -429,14 +427,13 @@ class LinfBall(Ball):
     ) -> Violations:
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan``
         is ignored."""
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         change = _largest_change(x, z)
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return Violations(
             mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
-            box_violation=box_violation(z, (lo, hi)).to(x.device),
+            box_violation=box_violation(z, self.box or (-math.inf, math.inf)).to(x.device),
             distance=change.nan_to_num(math.inf, math.inf),
             rounding=torch.full_like(change, half_ulp(z)),
             exact=torch.ones_like(change, dtype=torch.bool),

@@ -42,6 +42,7 @@ from torch.nn import functional as F
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input, transposed
 from wball.input_sets import InputSet
 from wball.input_sets.rows import Charges, Rows, spread
+from wball.inputs import dot, per_image
 
 LIMIT = 2**15
 """Numbers per image and pixel that the gains of one layer may hold on a CPU."""
@@ -267,7 +268,7 @@ class ImageConvolution:
             price = torch.maximum(share * steepest, least).view(-1, 1, 1, 1)
             most = (rises - price[..., None] * costs).amax(2).clamp(min=0)
             moved = F.conv2d(x, most, None, self.stride, padding)
-            best = torch.minimum(best, moved + price[:, 0] * source.budget.view(-1, 1, 1, 1))
+            best = torch.minimum(best, moved + price[:, 0] * per_image(source.budget, x))
         return best
 
 
@@ -344,7 +345,7 @@ class Collector:
             )
             charges = None if charges is None else charges.take(keep)
         centre = at_input.read(self.source.x)
-        self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        self._centre[image, unit] = -(constant + dot(at_input.coeff, centre))
         gains = self.source.gains(at_input.like(-at_input.coeff), charges)
         self._parts.append((image, unit, gains.moves, gains.out, gains.into))
 

@@ -107,6 +107,7 @@ class Call:
 
     Attributes:
         constants: tensors among the arguments that do not depend on the image.
+        about: name, inputs and shape of the operation.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Call:
         self.sources = [source.tensor for source in sources]
         self.inputs = tuple(source.position for source in sources)
         self.before = tuple(source.shape for source in sources)
+        self.about = name, self.inputs, shape
         self.device, self.constants = self.sources[0].device, list[Tensor]()
         self.args, self.kwargs = tree_map(self._constant, (args, kwargs))
         self.reads = sum(1 for t in tree_flatten((args, kwargs))[0] if self._tracked(t))
@@ -182,12 +184,10 @@ class Call:
 
     def _reshape(self) -> Op | int:
         same = self.shape == self.before[0]
-        return (
-            self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
-        )
+        return self.inputs[0] if same else Reshape(*self.about, self.before[0])
 
     def _relu(self) -> Op:
-        return Activation(self.name, self.inputs, self.shape, 0.0)
+        return Activation(*self.about, 0.0)
 
     def _dropout(self) -> int:
         if self.bound("input", p=0.5, training=True, inplace=False)["training"]:
@@ -198,12 +198,12 @@ class Call:
         slope = float(self.bound("input", negative_slope=0.01, inplace=False)["negative_slope"])
         if not 0 <= slope <= 1:
             raise self.refuse(f"the negative slope must be in [0, 1], got {slope}")
-        return Activation(self.name, self.inputs, self.shape, slope)
+        return Activation(*self.about, slope)
 
     def _curve(self) -> Op:
         if self.bound("input", inplace=False, approximate="none")["approximate"] != "none":
             raise self.refuse("an approximation has other bounds")
-        return Curved(self.name, self.inputs, self.shape, CURVES[self.func])
+        return Curved(*self.about, CURVES[self.func])
 
     def _clamp(self) -> Op | int:
         """``lo + (v - lo)^+ - (v - hi)^+``, because branch and bound splits ReLUs."""
@@ -257,7 +257,7 @@ class Call:
         if settings["return_indices"] or len(self.shape) != 3:
             raise self.refuse("only the maxima of images (B, C, H, W)")
         kernel = _pair(settings["kernel_size"])
-        stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
+        stride = _pair(settings["stride"] or kernel)
         padding, dilation = _pair(settings["padding"]), _pair(settings["dilation"])
         (channels, *size), taps, source = self.before[0], math.prod(kernel), self.inputs[0]
         reach = [
@@ -321,16 +321,14 @@ class Call:
         if divisor is not None and not divisor > 0:
             raise self.refuse(f"divisor_override must be above 0, got {divisor}")
         kernel, padding = _pair(settings["kernel_size"]), _pair(settings["padding"])
-        stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
+        stride = _pair(settings["stride"] or kernel)
         counted = settings["count_include_pad"] or padding == (0, 0)
         if settings["ceil_mode"] or not counted or len(self.shape) != 3:
             return self._generic()
         channels, share = self.shape[0], 1.0 / (divisor or math.prod(kernel))
         mean = torch.full((channels, 1, *kernel), share, dtype=torch.float64, device=self.device)
         return Conv2d(
-            self.name,
-            self.inputs,
-            self.shape,
+            *self.about,
             self.before[0],
             mean,
             None,
@@ -345,7 +343,7 @@ class Call:
         weight, bias = settings["weight"], settings["bias"]
         if weight.ndim != 2 or (bias is not None and bias.ndim != 1):
             return self._generic()
-        return Linear(self.name, self.inputs, self.shape, weight, bias)
+        return Linear(*self.about, weight, bias)
 
     def _convolution(self) -> Op:
         settings = self.bound(
@@ -358,9 +356,7 @@ class Call:
         )
         weight, bias, groups = settings["weight"], settings["bias"], int(settings["groups"])
         return Conv2d(
-            self.name,
-            self.inputs,
-            self.shape,
+            *self.about,
             self.before[0],
             weight,
             bias,
@@ -392,7 +388,7 @@ class Call:
         shift = -summed if settings["bias"] is None else settings["bias"].to(wide) - summed
         view = (1, -1, *[1] * (len(self.shape) - 1))
         maps = (part.detach().view(view) for part in (scale, shift, summed.abs()))
-        return Diagonal(self.name, self.inputs, self.shape, *maps)
+        return Diagonal(*self.about, *maps)
 
     # ---- whole families
 
@@ -420,7 +416,7 @@ class Call:
         maps = [scale, shift.detach()]
         if len(self.shape) == 3 and all(bool((m == m[..., :1, :1]).all()) for m in maps):
             maps = [m[..., :1, :1] for m in maps]
-        return Diagonal(self.name, self.inputs, self.shape, maps[0], maps[1])
+        return Diagonal(*self.about, *maps)
 
     def _generic(self, signed: bool = False) -> Op:
         if LINEAR_FUNCTIONS.get(self.func) == "__getitem__" and not all(
@@ -436,9 +432,7 @@ class Call:
         )
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         call = f"{getattr(self.func, '__name__', '')} {shape} {plain}"
-        return Generic(
-            self.name, self.inputs, self.shape, self.before, function, magnitude, call, constants
-        )
+        return Generic(*self.about, self.before, function, magnitude, call, constants)
 
     def function(self, absolute: bool = False) -> Callable[..., Tensor]:
         """The call as a function of its sources, in their precision; with ``absolute``, the same

@@ -7,7 +7,6 @@ import os
 import time
 import warnings
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Bounds, Relaxation
 from wball.certificates.tracing import trace
-from wball.display import Summarised, percent
+from wball.display import Explained, Summarised, percent
 from wball.input_sets import InputSet
 from wball.input_sets.box import intervals
 from wball.memory import free_bytes
@@ -90,7 +89,7 @@ class BeyondReach(Exception):
     """The bounds of a network would take far longer than ``time_limit``."""
 
 
-class CertificateStatus(Enum):
+class CertificateStatus(Explained):
     """The outcome for an image. The value is the explanation, with a remedy if there is one."""
 
     CERTIFIED = "every image of the ball gets the label"
@@ -100,9 +99,6 @@ class CertificateStatus(Enum):
         "the bound is not above 0: the ball may be safe or not; try method='alpha-crown' with more "
         "steps, method='complete' with a larger time_limit, a smaller eps"
     )
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -465,16 +461,11 @@ def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
             "ball must be a threat model with a method input_set (docs/extending.md), got "
             f"{type(ball).__name__}"
         )
-    x = inputs.check_images("x", x, ball.box)
+    x = inputs.check_images(x, ball.box)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     inputs.check_eps_count(ball.eps, x.shape[0])
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.shape != (x.shape[0],):
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(
-            f"y must hold one integer label per image, shape ({x.shape[0]},), got {shape}"
-        )
-    return x.detach(), y.to(x.device, torch.long)
+    return x.detach(), inputs.check_labels("y", y, x)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch import Tensor
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Charges, Rows
+from wball.inputs import dot, per_image
 
 TIMES = (0.5, 1.5, 4.0)
 """Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the
@@ -67,7 +68,7 @@ class Condition:
             if charges is None
             else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
         )
-        rise = known - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
+        rise = known - dot(rows.coeff, self.centre[rows.image])
         unit = (rise.clamp(min=0) / self.fall[rows.image]).nan_to_num(0.0, 0.0, 0.0)
         gamma, best = torch.zeros_like(unit), torch.full_like(unit, math.inf)
         for times in TIMES:
@@ -81,7 +82,7 @@ class Condition:
         self, gamma: Tensor, source: InputSet, rows: Rows, charges: Charges | None, rounds: int
     ) -> Tensor:
         dtype = rows.coeff.dtype
-        weight = gamma.to(dtype).view(-1, *[1] * (rows.coeff.ndim - 1))
+        weight = per_image(gamma.to(dtype), rows.coeff)
         together = rows.like(rows.coeff - weight * self.rows.coeff.to(dtype)[rows.image])
         if self.charges is not None:
             mine = self.charges.times(gamma.to(dtype), rows.image)
@@ -97,6 +98,6 @@ def condition(
 
     ``largest`` is the largest value of minus the rows plus charges.
     """
-    at_image = (rows.coeff * centre).flatten(1).sum(1)
+    at_image = dot(rows.coeff, centre)
     fall = (largest + at_image).clamp(min=math.ulp(1.0) * at_image.abs().clamp(min=1e-30))
     return Condition(rows, charges, constant, centre, fall)

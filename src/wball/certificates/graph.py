@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.curves import CURVES, Curve, Lines, curve_lines
+from wball.certificates.curves import CURVES, Curve
 from wball.input_sets.rows import Rows, add, trim
+from wball.inputs import dot
 
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]
@@ -66,10 +67,6 @@ class Affine(Op):
         return None if radius is None else (self.forward(*(c for c, _ in values)), radius)
 
 
-def _total(products: Tensor) -> Tensor:
-    return products.flatten(1).sum(1)
-
-
 def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(like.dtype)
 
@@ -81,9 +78,7 @@ class Linear(Affine):
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
-        constant = (
-            a.new_zeros(a.shape[0]) if self.bias is None else _total(a * self.bias.to(a.dtype))
-        )
+        constant = a.new_zeros(a.shape[0]) if self.bias is None else dot(a, self.bias.to(a.dtype))
         return constant, [rows.like(a @ self.weight.to(a.dtype))]
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -146,7 +141,7 @@ class Diagonal(Affine):
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
-        constant = _total(a * self._read(self.shift.to(a.dtype), rows))
+        constant = dot(a, self._read(self.shift.to(a.dtype), rows))
         return constant, [rows.like(a * self._read(self.scale.to(a.dtype), rows))]
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -213,7 +208,7 @@ class Generic(Affine):
         a = whole.coeff
         zeros = [a.new_zeros((a.shape[0], *shape)) for shape in self.before]
         value, pull, *_ = torch.func.vjp(self.function, *zeros)
-        return _total(a * value), [whole.like(g) for g in pull(a)]
+        return dot(a, value), [whole.like(g) for g in pull(a)]
 
     def forward(self, *values: Tensor) -> Tensor:
         return self.function(*values)
@@ -249,10 +244,6 @@ class Curved(Op):
     @property
     def curve(self) -> Curve:
         return CURVES[self.kind]
-
-    def lines(self, low: Tensor, up: Tensor) -> Lines:
-        """Lines below and above the curve when the input is between ``low`` and ``up``."""
-        return curve_lines(self.curve, low, up)
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
         """The interval of the output when the input is between ``low`` and ``up``."""

@@ -40,10 +40,12 @@ from wball.certificates.anchor import (
     image_convolution,
 )
 from wball.certificates.condition import Condition
+from wball.certificates.curves import curve_lines
 from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, back
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
+from wball.inputs import dot
 
 ROUNDING = 1e-12
 """Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the
@@ -224,7 +226,7 @@ class Relaxation:
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
             slope, shift = upper_line(low, up, op.leak)
-            under = self._initial(low, up, slope, op.leak)
+            under = slope if self.kind == "parallel" else adaptive_slope(low, up, slope, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
@@ -234,17 +236,12 @@ class Relaxation:
                 under = torch.where(inside, either(centre > 0, op.leak, under), under)
                 if bend.is_cuda or bool(bend.any()):  # first layers are often stable
                     charged.append((anchor, rows.like(-negative * rows.read(bend))))
-            constant = (negative * rows.read(shift)).flatten(1).sum(1)
+            constant = dot(negative, rows.read(shift))
             if scale is not None:
                 scale.append(constant.abs())
             return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
 
         return relax
-
-    def _initial(self, low: Tensor, up: Tensor, slope: Tensor, leak: float) -> Tensor:
-        if self.kind == "parallel":
-            return slope
-        return torch.where((low < 0) & (up > 0), either(up > -low, leak, slope), slope)
 
     @torch.no_grad()
     def lower_bound(
@@ -280,7 +277,7 @@ class Relaxation:
             )
             size = size + more
         elif settle and (steepest := self.source.steepest(at_input)) is not None:
-            largest = (negated.coeff * at_input.read(self.source.x)).flatten(1).sum(1)
+            largest = dot(negated.coeff, at_input.read(self.source.x))
             largest += steepest * self.source.budget[rows.image]
             rough = constant - largest - 2 * ROUNDING * (size + largest.abs())
             left = (rough <= 0).nonzero()[:, 0]
@@ -534,6 +531,12 @@ def either(steep: Tensor, leak: float, like: Tensor) -> Tensor:
     return torch.where(steep, torch.ones_like(like), leak)
 
 
+def adaptive_slope(low: Tensor, up: Tensor, slope: Tensor, leak: float) -> Tensor:
+    """The lower slope of CROWN: 1 or the leak, whichever is nearer; that of the upper line where
+    the unit is stable."""
+    return torch.where((low < 0) & (up > 0), either(up > -low, leak, slope), slope)
+
+
 def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     """Slope and shift of the upper line, exact where the unit is stable."""
     crossing = (low < 0) & (up > 0)
@@ -551,7 +554,7 @@ def relax_curve(
 
     The last one is the sum of the magnitudes that entered the constant.
     """
-    dtype, lines = rows.coeff.dtype, op.lines(lower.double(), upper.double())
+    dtype, lines = rows.coeff.dtype, curve_lines(op.curve, lower.double(), upper.double())
     positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
 
     def read(part: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball import inputs
-from wball.inputs import result_dtype
+from wball.inputs import per_image, result_dtype
 from wball.model import Model, ask, evaluating, top_class
 
 
@@ -85,7 +85,7 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
     batch, channels, height, width = x.shape
     right = _laplace((batch, channels, height, width - 1), x, generator)
     down = _laplace((batch, channels, height - 1, width), x, generator)
-    mass = x.flatten(1).sum(1).view(-1, 1, 1, 1)
+    mass = per_image(x.flatten(1).sum(1), x)
     return x + mass * scale * divergence(right, down)
 
 
@@ -166,7 +166,7 @@ class FlowSmoothing:
         NaN counts for no class, and neither do copies that are not drawn within ``time_limit``
         seconds per image."""
         inputs.check_count("samples", samples)
-        x = inputs.check_images("x", _images(x), None)
+        x = inputs.check_images(_images(x), None)
         x = x.to(result_dtype(x))
         with evaluating(self.model):
             if x.shape[0] == 0:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.backends import PropModule
 
 from wball.certificates.graph import Graph
+from wball.inputs import per_image
 from wball.model import ask, evaluating
 
 MANY = 5
@@ -103,6 +104,8 @@ LIBRARIES = words(
 
 WATCHED = sys.stdlib_module_names | {"torch", "numpy"}
 """Packages whose code is watched if the model's own code called it."""
+
+KNOWN = LIBRARIES | WATCHED
 
 COMPUTING = words(
     "torch wball math itertools collections re _operator _functools _collections _abc _warnings"
@@ -216,7 +219,7 @@ def _module(name: Any, packages: Set[str]) -> dict[str, Any]:
 def _is_library(value: Any) -> bool:
     """Whether a class or module is the one that a library has under its name."""
     home = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    held = _module(home, LIBRARIES | WATCHED)
+    held = _module(home, KNOWN)
     return held is vars(value) or held.get(value.__name__) is value
 
 
@@ -364,7 +367,7 @@ def probes(x: Tensor) -> Tensor:
         return noise
     span = (x.amax() - x.amin()).clamp(min=1.0)
     noise = x.amin() - span + 3 * span * noise
-    steps = x.new_tensor(STEPS).view(-1, *[1] * (x.ndim - 1))
+    steps = per_image(x.new_tensor(STEPS), x)
     return torch.cat([x[::every], x[:1] + steps * (noise - x[:1])])
 
 

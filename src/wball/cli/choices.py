@@ -304,10 +304,3 @@ def prints_aside(aside: bool) -> Iterator[None]:
     """Redirect the output of the user's code to stderr if stdout is reserved for JSON."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield
-
-
-def main_process() -> bool:
-    """Whether this is the process that writes files and output under ``torchrun``."""
-    from wball.storage.files import rank_and_size
-
-    return rank_and_size()[0] == 0

@@ -87,6 +87,7 @@ def evaluate(
     from wball.evaluation.run import evaluate as run
     from wball.evaluation.run import probe
     from wball.report import why_not, write_csv, write_report
+    from wball.storage.files import rank_and_size
 
     start, console = time.perf_counter(), open_console(as_json)
     wanted = [Requirement.parse(text) for text in require or ()]
@@ -152,7 +153,7 @@ def evaluate(
         console.print(f"[bold {colour}[/] {escape(result.name)}")
         console.print(printable(str(decision)), markup=False)
     written = [str(folder) for folder in folders]
-    if choices.main_process():
+    if rank_and_size()[0] == 0:  # of the processes of ``torchrun``, one writes
         written.append(str(write_csv(results, base / "results.csv")))
         if missing is None:
             written.append(str(write_report(results, base / "report.html", requirements=wanted)))

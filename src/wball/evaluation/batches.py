@@ -29,10 +29,11 @@ from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.attack import Task
 from wball.attacks.findings import CODES, Finding
+from wball.attacks.views import find_signs
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
-from wball.evaluation.doubts import as_warnings, misclassified, model_signs
+from wball.evaluation.doubts import as_warnings, misclassified
 from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
@@ -361,7 +362,8 @@ class Batches:
         whole["radius"] = self._smallest_radius(whole)
         x, y = self.data.take(slice(0, self.size))
         findings = [Finding(code, seen[code], len(self.data)) for code in CODES if seen[code]]
-        doubts, remarks = as_warnings(findings, model_signs(self.model, x, y))
+        signs = [EvaluationWarning(*sign) for sign in find_signs(self.model, x, y).items()]
+        doubts, remarks = as_warnings(findings, signs)
         index = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
         pairs = [self.pairs(part) for part in index.split(self.size)]
         original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))

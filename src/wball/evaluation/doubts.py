@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from wball.attacks.control import drifted
 from wball.attacks.findings import Finding
-from wball.attacks.views import find_signs
 from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
 from wball.evaluation.result import Evaluation, EvaluationWarning
@@ -66,11 +65,6 @@ def as_warnings(
     said += [(sign.code not in HARMLESS, sign) for sign in signs]
     doubts, notes = ([w for serious, w in said if serious is kind] for kind in (True, False))
     return tuple(doubts), tuple(notes)
-
-
-def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
-    """The findings of the model checks, as warnings."""
-    return [EvaluationWarning(*sign) for sign in find_signs(model, x, y).items()]
 
 
 def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:

@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from wball import inputs
-from wball.attacks.attack import check_labels
 from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
 
 Box = tuple[float, float] | None
@@ -66,7 +65,7 @@ class Stream:
         at = range(self._count)[index] if isinstance(index, slice) else index
         positions = at.tolist() if isinstance(at, Tensor) else list(at)
         x, y = self._read(positions or [0])
-        x = inputs.check_images("x", x, self.box)
+        x = inputs.check_images(x, self.box)
         x = x.to(self.device, inputs.result_dtype(x))
         return x[: len(positions)], y[: len(positions)].to(self.device)
 
@@ -155,8 +154,8 @@ def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
 
 def _of_arrays(x: Any, y: Any, box: Box, device: torch.device) -> Stream:
     if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype != torch.uint8:
-        images = inputs.check_images("x", x.detach(), box)
-        labels = check_labels("y", y, x)
+        images = inputs.check_images(x.detach(), box)
+        labels = inputs.check_labels("y", y, x)
         return Stream(len(x), lambda index: (images[index], labels[index]), box, x.device)
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")

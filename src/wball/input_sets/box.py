@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wball.input_sets.base import ROUNDS, InputSet
 from wball.input_sets.rows import Charges, Rows, units
+from wball.inputs import dot
 
 
 class IntervalSet(InputSet):
@@ -31,7 +32,7 @@ class IntervalSet(InputSet):
             raise ValueError("an interval set has no plans to charge")
         dtype = rows.coeff.dtype
         high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
-        return (rows.coeff * torch.where(rows.coeff > 0, high, low)).flatten(1).sum(1)
+        return dot(rows.coeff, torch.where(rows.coeff > 0, high, low))
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high

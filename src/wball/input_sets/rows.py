@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball.inputs import per_image
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -178,7 +180,7 @@ class Charges:
         """The charges of rows ``index``, each times its ``weight``, in the weights' precision."""
 
         def scaled(part: Tensor) -> Tensor:
-            return weight.view(-1, *[1] * (part.ndim - 1)) * part[index].to(weight.dtype)
+            return per_image(weight, part) * part[index].to(weight.dtype)
 
         return Charges(scaled(self.moves), scaled(self.out), scaled(self.into))
 

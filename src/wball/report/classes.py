@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from wball.evaluation.result import Evaluation
 
@@ -42,18 +41,10 @@ class ByClass:
     names: tuple[str, ...]
 
 
-def predictions_under_attack(e: Evaluation, eps: float) -> Tensor:
-    """The class predicted for each image at radius ``eps``: for its adversarial example if there is
-    one, else for the clean image."""
-    images = e.images
-    attacked = e.broken_at(eps) & (images["read_as"] >= 0)
-    return torch.where(attacked, images["read_as"], images["predicted"])
-
-
 def by_class(e: Evaluation, eps: float) -> ByClass:
     """Accuracy by class, clean and at radius ``eps``."""
-    label, clean = e.images["label"], e.images["predicted"]
-    attacked = predictions_under_attack(e, eps)
+    label, clean, read_as = (e.images[name] for name in ("label", "predicted", "read_as"))
+    attacked = torch.where(e.broken_at(eps) & (read_as >= 0), read_as, clean)
     rows = []
     for number in label.unique().tolist():
         here = label == number

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.auditing.flows import Array, ListedMoves, Matching, match, match_at, no_flow
-from wball.auditing.violations import all_moves, over, to_planes, transport_cost
+from wball.auditing.flows import Array, ListedMoves, Matching, match_at, no_flow
+from wball.auditing.violations import all_moves, match_channel, over, to_planes, transport_cost
 from wball.cost import GridCost, GroundCost
 
 FIRST_REACH = 3.7
@@ -72,16 +72,12 @@ def distance(
     if isinstance(cost, GridCost) and cost.covers(height, width):
         matched = partial(_match_all, cost.p, width)
     else:
-        matched = partial(_match_listed, all_moves(cost, height, width))
+        matched = partial(match_channel, all_moves(cost, height, width))
     pairs = zip(start.numpy(), end.numpy(), strict=True)
     costs = [transport_cost(matched, *pair) for pair in pairs]
     total = torch.tensor(costs, dtype=torch.float64)
     mass = start.flatten(1).sum(1)
     return over(total, mass if relative else torch.ones_like(mass)).to(x.device)
-
-
-def _match_listed(moves: ListedMoves, a: Array, b: Array) -> Matching:
-    return match(moves, a, b * (a.sum() / b.sum()))
 
 
 def _match_all(p: float, width: int, a: Array, b: Array) -> Matching:

@@ -27,7 +27,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from wball.inputs import largest, per_image, result_dtype
+from wball.inputs import dot, largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
 from wball.kernels.linear_maximum import linear_maximum
@@ -134,7 +134,7 @@ class TransportOracle(_Oracle):
         price = linear_maximum(grid, self._grid, self.budget, self._moves).psi
         tiny = torch.finfo(grid.dtype).tiny
         mass = self._grid.flatten(1).sum(1).clamp(min=tiny)
-        mean = (grid * self._grid).flatten(1).sum(1) / mass
+        mean = dot(grid, self._grid) / mass
         size = nats / torch.maximum(price, 1e-3 * largest(grid)).clamp(min=tiny)
         potentials = per_image(size, grid) * (grid - per_image(mean, grid))
         return potentials.clamp(-CLIP, CLIP).view(self.x.shape)
@@ -196,7 +196,7 @@ class EntropicProjection(_Oracle):
         ))  # fmt: skip
         self._u, self._psi = answer.u, answer.psi.double()
         if self.mode == "paper":
-            single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
+            single = per_image((self.budget <= 0) | (self._tau <= 0), target)
             z, scale = (
                 torch.where(single, self._grid, target - answer.u),
                 torch.ones_like(self.budget),
@@ -204,9 +204,9 @@ class EntropicProjection(_Oracle):
             cost = torch.full_like(self.budget, math.nan)
         else:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
-            size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
+            size = (largest(answer.u) + self._psi * self._moves.dearest) / tau
             scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + scale.float().view(-1, 1, 1, 1) * _balanced(self._grid, answer.z)
+            z = self._grid + per_image(scale.float(), target) * _balanced(self._grid, answer.z)
             cost = scale * answer.cost
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)

@@ -79,7 +79,7 @@ class TransportProblem:
     @property
     def limits(self) -> tuple[float, float]:
         """The box, or ``(0, inf)`` without one, because mass is not negative."""
-        return self.box if self.box is not None else (0.0, math.inf)
+        return self.box or (0.0, math.inf)
 
     def take(self, index: Tensor | slice) -> TransportProblem:
         """The problem of a subset of the images (``index``: positions, a mask or a slice)."""

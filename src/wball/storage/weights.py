@@ -96,26 +96,19 @@ def _tensors_of(model: nn.Module) -> StateDict:
     return state
 
 
-def _safetensors(path: Path) -> Any:
-    """Open a safetensors file; errors name it."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no weights file at {path}") from None
-    except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a complete safetensors file ({error}): truncated or not that format"
-        ) from error
-
-
 def read_weights(path: Path) -> Any:
     """The content of a weights file: tensors, in dictionaries and lists."""
     if not path.is_file():
         raise FileNotFoundError(f"no weights file at {path}")
     if path.suffix.lower() == ".safetensors":
-        with _safetensors(path) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs do not write one
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs do not write one
+        except (SafetensorError, json.JSONDecodeError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a complete safetensors file ({error}): truncated or not that format"
+            ) from error
         if checksum is not None and checksum != tensor_checksum(tensors):
             raise ValueError(f"{path} is damaged: the weights do not have their checksum")
         return tensors

@@ -34,11 +34,12 @@ from wball.certificates.graph import (
     Sum,
     back,
 )
-from wball.certificates.relaxation import upper_line
+from wball.certificates.relaxation import adaptive_slope, upper_line
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
 from wball.input_sets.rows import Rows
+from wball.inputs import dot
 from wball.kernels.linear_maximum import linear_maximum
 
 
@@ -109,11 +110,9 @@ class LinfBounds:
             centre, radius = values[op.inputs[0]]
             low, up = centre - radius, centre + radius
             slope, shift = upper_line(low, up, op.leak)
-            under = torch.where(
-                (low < 0) & (up > 0), torch.where(up > -low, 1.0, op.leak).to(slope.dtype), slope
-            )
+            under = adaptive_slope(low, up, slope, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
-            constant = (negative * rows.read(shift)).flatten(1).sum(1)
+            constant = dot(negative, rows.read(shift))
             return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
 
         constant, at_image = back(self.graph, len(self.graph.ops) - 1, rows, relax)
@@ -149,4 +148,4 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
         found = linear_maximum(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
         assert found.z is not None
         moved = found.z.to(g.dtype) - x
-    return (g * moved).flatten(1).sum(1)
+    return dot(g, moved)

@@ -48,12 +48,11 @@ def generator(
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a checkpoint."""
     try:
-        tensors, header = read_tensors(path)
+        return read_tensors(path)
     except DamagedFile as error:
         raise ValueError(
             f"{error}: it is not a checkpoint of a training run; delete it to start over"
         ) from error
-    return tensors, header
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from wball.certificates.checking.plans import Cube, Transport, domain
 from wball.certificates.complete import Leaf
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
+from wball.display import Explained
 from wball.progress import bar
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
@@ -49,7 +49,7 @@ POSITIVE = torch.finfo(torch.float64).tiny
 """Margin of a part that was proved by contradiction: nothing more is known."""
 
 
-class VerificationStatus(Enum):
+class VerificationStatus(Explained):
     """What the checker found for an image. The value is the explanation."""
 
     CONFIRMED = "the checker proved the certificate again"
@@ -61,9 +61,6 @@ class VerificationStatus(Enum):
         "the checker does not support the ball, the model or the size of the image, or time_limit "
         "ended: the certificate was not checked"
     )
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def verify(
         raise TypeError(
             f"certificate must be a result of wball.certify, got {type(certificate).__name__}"
         )
-    x = inputs.check_images("x", x, ball.box).detach()
+    x = inputs.check_images(x, ball.box).detach()
     if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
         raise ValueError(
             "certificate, x and y must be of the same images, got "

@@ -57,9 +57,7 @@ class Cube:
     def ranges(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
-    def highest(
-        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None
-    ) -> Tensor:
+    def highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
         """Upper bounds of ``<rows, z>``, (R,)."""
         assert charges is None and prices is None
         terms = torch.where(rows > 0, rows * self.high, rows * self.low)
@@ -124,7 +122,7 @@ class Transport:
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Least and largest value of every pixel, flat."""
         total = (self.x.sum(1, keepdim=True) * (1 + gamma(self.pixels))).expand(self.x.shape)
-        low, high = (0.0, math.inf) if self.box is None else self.box
+        low, high = self.box or (0.0, math.inf)
         return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
 
     def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +150,7 @@ class Transport:
         gain = torch.where(torch.isfinite(moved), gain + 8 * UNIT * size, 0.0)
         return gain.clamp(min=0).flatten(1)
 
-    def highest(
-        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None
-    ) -> Tensor:
+    def highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
         """Upper bounds of ``<rows, z>`` plus charges, (R,). They are valid for any prices of the
         box and the budget."""
         if self.mass.numel() == 0:
@@ -231,7 +227,7 @@ def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tens
     return out
 
 
-def domain(ball: object, x: Tensor, plans: Plans, near: float = 3.0) -> Cube | Transport:
+def domain(ball: object, x: Tensor, plans: Plans, near: float) -> Cube | Transport:
     """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are
     listed one by one."""
     if type(ball) is LinfBall:

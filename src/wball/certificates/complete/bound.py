@@ -30,6 +30,7 @@ from wball.certificates.relaxation import (
 )
 from wball.input_sets import InputSet
 from wball.input_sets.rows import Charges, Rows, rounded_up
+from wball.inputs import dot, per_image
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
 """Step lengths of Adam by kind, relative; those of the box are in units of a row's largest
@@ -207,7 +208,7 @@ def trace_back(
             crossing,
             torch.minimum(up, -low),
         )
-        constant = (above * shift).flatten(1).sum(1)
+        constant = dot(above, shift)
         sizes.append(constant.detach().abs())
         return constant, rows.like(
             below * under + above * slope - sign * state["beta", position].to(dtype)
@@ -359,10 +360,10 @@ class _Climber:
 def _units(traced: Traced) -> State:
     """The scale of box prices and of split multipliers, so that one step length suits all."""
     rows = traced.rows.coeff.abs()
-    units = {("box", 0): rows.flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (rows.ndim - 1))}
+    units = {("box", 0): per_image(rows.flatten(1).amax(1).clamp(min=1e-12), rows)}
     for position, line in traced.lines.items():
         size = line.coeff.abs()
-        floor = size.flatten(1).mean(1).clamp(min=1e-12).view(-1, *[1] * (size.ndim - 1))
+        floor = per_image(size.flatten(1).mean(1).clamp(min=1e-12), size)
         units["beta", position] = torch.maximum(size, floor)
     return units
 

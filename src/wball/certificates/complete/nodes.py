@@ -50,6 +50,10 @@ class Nodes:
             torch.cat([self.problem, other.problem]), torch.cat([self.bound, other.bound]), state
         )
 
+    def unproved(self) -> Nodes:
+        """Those whose bound is not above 0."""
+        return self.take((self.bound <= 0).nonzero()[:, 0])
+
     def split(self, position: Tensor, unit: Tensor) -> Nodes:
         """Both children of every node: unit ``unit[n]`` of operation ``position[n]`` is
         positive, or negative.

@@ -430,8 +430,7 @@ class Search:
             )
             self._candidates(problems, now.problem, z)
             self._close(problems, children)
-            children = children.take((children.bound <= 0).nonzero()[:, 0])
-            nodes = nodes.plus(children)
+            nodes = nodes.plus(children.unproved())
             over = dead | self.answer.broken[self.image[problems.index]]
             nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
             self._spent(self.image[problems.index[now.problem]])
@@ -458,7 +457,7 @@ class Search:
                 now = improve(problems, now, NODE_STEPS, 0.2)
                 self._close(problems, now)
                 self._spent(self.image[problems.index[now.problem]])
-            found = found.plus(now.take((now.bound <= 0).nonzero()[:, 0]))
+            found = found.plus(now.unproved())
         return found
 
     def _exhaust(self, problems: Problems, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
@@ -466,7 +465,7 @@ class Search:
         if len(nodes):
             nodes = improve(problems, nodes, LAST_STEPS, 0.3)
             self._close(problems, nodes)
-            nodes = nodes.take((nodes.bound <= 0).nonzero()[:, 0])
+            nodes = nodes.unproved()
             dead[nodes.problem] = True
             floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
 

@@ -69,50 +69,22 @@ def _elementwise(run: Function) -> Function:
 OPERATORS |= {kind: _elementwise(run) for kind, run in _ELEMENTWISE.items()}
 
 
-@operator("Cast")
-def _cast(x: Tensor, *, to: int) -> Tensor:
-    return x.to(TYPES[to])
+OPERATORS |= {
+    "Cast": lambda x, *, to: x.to(TYPES[to]),
+    "Elu": lambda x, *, alpha: F.elu(x, alpha),
+    "Gelu": lambda x, *, approximate: F.gelu(x, approximate=approximate),
+    "HardSigmoid": lambda x, *, alpha, beta: torch.clamp(alpha * x + beta, 0, 1),
+    "LeakyRelu": lambda x, *, alpha: F.leaky_relu(x, alpha),
+    "LogSoftmax": lambda x, *, axis: torch.log_softmax(x, axis),
+    "Selu": lambda x, *, alpha, gamma: gamma * F.elu(x, alpha),
+    "Softmax": lambda x, *, axis: torch.softmax(x, axis),
+}
 
 
 @operator("Clip")
 def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     ends = [None if end is None else end.item() for end in (low, high)]
     return x if ends == [None, None] else torch.clamp(x, ends[0], ends[1])
-
-
-@operator("Elu")
-def _elu(x: Tensor, *, alpha: float) -> Tensor:
-    return F.elu(x, alpha)
-
-
-@operator("Gelu")
-def _gelu(x: Tensor, *, approximate: str) -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-@operator("HardSigmoid")
-def _hard_sigmoid(x: Tensor, *, alpha: float, beta: float) -> Tensor:
-    return torch.clamp(alpha * x + beta, 0, 1)
-
-
-@operator("LeakyRelu")
-def _leaky_relu(x: Tensor, *, alpha: float) -> Tensor:
-    return F.leaky_relu(x, alpha)
-
-
-@operator("Selu")
-def _selu(x: Tensor, *, alpha: float, gamma: float) -> Tensor:
-    return gamma * F.elu(x, alpha)
-
-
-@operator("Softmax")
-def _softmax(x: Tensor, *, axis: int) -> Tensor:
-    return torch.softmax(x, axis)
-
-
-@operator("LogSoftmax")
-def _log_softmax(x: Tensor, *, axis: int) -> Tensor:
-    return torch.log_softmax(x, axis)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {

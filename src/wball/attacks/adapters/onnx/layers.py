@@ -10,25 +10,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.adapters.onnx.table import operator
+from wball.attacks.adapters.onnx.table import OPERATORS, operator
 
 _CONVOLUTIONS: dict[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _AVERAGES: dict[int, Any] = {3: F.avg_pool1d, 4: F.avg_pool2d, 5: F.avg_pool3d}
 _MAXIMA: dict[int, Any] = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}
 
 
-def _padding(
-    x: Tensor, reach: Sequence[int], strides: Sequence[int], pads: list[int] | None, auto_pad: str
-) -> tuple[list[int], list[int]]:
-    """Padding before and after each axis; ``reach`` is the size of a dilated window."""
-    axes = len(reach)
+def _windows(
+    x: Tensor,
+    size: Sequence[int],
+    dilations: list[int] | None,
+    strides: list[int] | None,
+    pads: list[int] | None,
+    auto_pad: str,
+) -> tuple[list[int], ...]:
+    """Dilation and stride of windows of this size, and the padding before and after each axis."""
+    axes = len(size)
+    gaps, steps = dilations or [1] * axes, strides or [1] * axes
     if auto_pad not in ("SAME_UPPER", "SAME_LOWER"):
         both = pads if pads and auto_pad == "NOTSET" else [0] * (2 * axes)
-        return both[:axes], both[axes:]
-    steps = zip(x.shape[2:], reach, strides, strict=True)
-    total = [max(0, (math.ceil(n / step) - 1) * step + wide - n) for n, wide, step in steps]
+        return gaps, steps, both[:axes], both[axes:]
+    each = zip(x.shape[2:], size, gaps, steps, strict=True)
+    total = [
+        max(0, (math.ceil(n / step) - 1) * step + gap * (wide - 1) + 1 - n)
+        for n, wide, gap, step in each
+    ]
     less, more = [t // 2 for t in total], [t - t // 2 for t in total]
-    return (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    return gaps, steps, *((less, more) if auto_pad == "SAME_UPPER" else (more, less))
 
 
 def _padded(x: Tensor, before: list[int], after: list[int], value: float = 0.0) -> Tensor:
@@ -53,12 +62,10 @@ def _conv(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> Tensor:
-    ones = [1] * (x.ndim - 2)
-    gaps, steps = dilations or ones, strides or ones
-    reach = [gap * (size - 1) + 1 for gap, size in zip(gaps, weight.shape[2:], strict=True)]
-    before, after = _padding(x, reach, steps, pads, auto_pad)
+    size = weight.shape[2:]
+    gaps, steps, before, after = _windows(x, size, dilations, strides, pads, auto_pad)
     if before != after:
-        x, before = _padded(x, before, after), [0] * len(ones)
+        x, before = _padded(x, before, after), [0] * len(size)
     return _CONVOLUTIONS[x.ndim](x, weight, bias, steps, before, gaps, group)
 
 
@@ -73,12 +80,9 @@ def _max_pool(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> Tensor:
-    ones = [1] * len(kernel_shape)
-    gaps, steps = dilations or ones, strides or ones
-    reach = [gap * (size - 1) + 1 for gap, size in zip(gaps, kernel_shape, strict=True)]
-    before, after = _padding(x, reach, steps, pads, auto_pad)
+    gaps, steps, before, after = _windows(x, kernel_shape, dilations, strides, pads, auto_pad)
     if not _is_pooling(before, after, kernel_shape):
-        x, before = _padded(x, before, after, -math.inf), [0] * len(ones)
+        x, before = _padded(x, before, after, -math.inf), [0] * len(kernel_shape)
     return _MAXIMA[x.ndim](x, kernel_shape, steps, before, gaps, bool(ceil_mode))
 
 
@@ -93,8 +97,8 @@ def _average_pool(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> Tensor:
-    steps, pool = strides or [1] * len(kernel_shape), _AVERAGES[x.ndim]
-    before, after = _padding(x, kernel_shape, steps, pads, auto_pad)
+    pool = _AVERAGES[x.ndim]
+    _, steps, before, after = _windows(x, kernel_shape, None, strides, pads, auto_pad)
     if _is_pooling(before, after, kernel_shape):
         counted = bool(count_include_pad)
         return pool(x, kernel_shape, steps, before, bool(ceil_mode), counted)
@@ -105,14 +109,13 @@ def _average_pool(
     return means / pool(inside, kernel_shape, steps, 0, bool(ceil_mode))
 
 
-@operator("GlobalAveragePool")
-def _global_average_pool(x: Tensor) -> Tensor:
-    return x.mean(tuple(range(2, x.ndim)), keepdim=True)
-
-
-@operator("GlobalMaxPool")
-def _global_max_pool(x: Tensor) -> Tensor:
-    return x.amax(tuple(range(2, x.ndim)), keepdim=True)
+OPERATORS |= {
+    "GlobalAveragePool": lambda x: x.mean(tuple(range(2, x.ndim)), keepdim=True),
+    "GlobalMaxPool": lambda x: x.amax(tuple(range(2, x.ndim)), keepdim=True),
+    "InstanceNormalization": lambda x, scale, bias, *, epsilon: F.instance_norm(
+        x, weight=scale, bias=bias, eps=epsilon
+    ),
+}
 
 
 @operator("Gemm")
@@ -153,11 +156,6 @@ def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = N
     if training is not None and bool(training):
         raise ValueError("Dropout is in training mode: export the model in evaluation mode")
     return x
-
-
-@operator("InstanceNormalization")
-def _instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float) -> Tensor:
-    return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
 
 
 @operator("LayerNormalization")

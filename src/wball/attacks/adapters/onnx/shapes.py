@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.adapters.onnx.table import TYPES, numbers, operator, together
+from wball.attacks.adapters.onnx.table import OPERATORS, TYPES, numbers, operator, together
 
 
 def constant(value: Any) -> Tensor:
@@ -24,6 +24,15 @@ def constant(value: Any) -> Tensor:
     wanted = TYPES[value.data_type]
     array = np.array(array, np.float32 if wanted == torch.bfloat16 else None)
     return torch.from_numpy(array).to(wanted)
+
+
+OPERATORS |= {
+    "Concat": lambda *values, axis: torch.cat(together(*values), axis),
+    "Einsum": lambda *values, equation: torch.einsum(equation, *together(*values)),
+    "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(numbers(shape)))),
+    "Shape": lambda x, *, start, end: torch.tensor(x.shape[start:end], dtype=torch.int64),
+    "Transpose": lambda x, *, perm: x.permute(perm or tuple(reversed(range(x.ndim)))),
+}
 
 
 @operator("Constant")
@@ -47,11 +56,6 @@ def _constant(
 def _constant_of_shape(shape: Tensor, *, value: Any) -> Tensor:
     filled = torch.zeros(()) if value is None else constant(value).reshape(())
     return filled.expand(numbers(shape)).clone()
-
-
-@operator("Shape")
-def _shape(x: Tensor, *, start: int | None, end: int | None) -> Tensor:
-    return torch.tensor(list(x.shape)[slice(start, end)], dtype=torch.int64)
 
 
 @operator("Reshape")
@@ -80,21 +84,6 @@ def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
     for axis in sorted(k % (x.ndim + len(places)) for k in places):
         x = x.unsqueeze(axis)
     return x
-
-
-@operator("Transpose")
-def _transpose(x: Tensor, *, perm: list[int] | None) -> Tensor:
-    return x.permute(perm or tuple(reversed(range(x.ndim))))
-
-
-@operator("Expand")
-def _expand(x: Tensor, shape: Tensor) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, tuple(numbers(shape))))
-
-
-@operator("Concat")
-def _concat(*values: Tensor, axis: int) -> Tensor:
-    return torch.cat(together(*values), axis)
 
 
 @operator("Split")
@@ -159,8 +148,3 @@ def _gather(x: Tensor, index: Tensor, *, axis: int) -> Tensor:
     index = index.to(x.device, torch.long) % x.shape[axis]
     picked = x.index_select(axis, index.flatten())
     return picked.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
-
-
-@operator("Einsum")
-def _einsum(*values: Tensor, equation: str) -> Tensor:
-    return torch.einsum(equation, *together(*values))

@@ -49,11 +49,11 @@ OPERATORS: dict[str, Function] = {}
 """Every supported operator. The modules beside this one fill it."""
 
 
-def operator(*kinds: str) -> Callable[[Function], Function]:
-    """Register a function as the implementation of one or more operators."""
+def operator(kind: str) -> Callable[[Function], Function]:
+    """Register a function as the implementation of an operator."""
 
     def enter(run: Function) -> Function:
-        OPERATORS.update(dict.fromkeys(kinds, run))
+        OPERATORS[kind] = run
         return run
 
     return enter
