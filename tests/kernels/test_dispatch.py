@@ -142,7 +142,7 @@ def test_results_name_the_kernels_that_served(monkeypatch: pytest.MonkeyPatch) -
         "in double precision"
     )
     finished = ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=1e8, tol=1e-3)
-    assert finished.kernel == "cpu+triton", (
+    assert finished.kernel == "triton", (
         "potentials are too wide even for that, and Newton's method goes on"
     )
 

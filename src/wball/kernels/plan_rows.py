@@ -15,9 +15,10 @@ from torch import Tensor
 from wball.cost import Moves
 from wball.inputs import per_image
 
-REPAIR_SWEEPS, PLAIN_SWEEPS = 16, 6
-"""Sweeps of a repair. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice their
-excess: mass that circulates among full pixels would take long to vanish otherwise."""
+REPAIR_SWEEPS, PLAIN_SWEEPS = 64, 6
+"""Sweeps of a repair at most; with 16, one pixel of a photograph was left above the box now and
+then, and its image unsolved. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice
+their excess: mass that circulates among full pixels would take long to vanish otherwise."""
 
 SPREAD = 600.0
 """Largest range of the potentials of an image, in nats. Their plan is then a product of factors
