@@ -1,5 +1,5 @@
-"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch for any moves, which the
-other kernels must match.
+"""Exact and entropic plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch for any moves,
+which the other kernels must match.
 
 A batch takes its steps together. Images that are done, or whose proximal step is solved, are left
 unchanged. The dual of a step is in :mod:`wball.kernels.proximal_newton.reference_dual`.

@@ -1,5 +1,5 @@
-r"""Exact plans on a GPU: the proximal Newton method of :mod:`wball.kernels.proximal_newton.cpu`,
-one program per image.
+r"""Exact and entropic plans on a GPU: the Newton method of
+:mod:`wball.kernels.proximal_newton.cpu`, one program per image.
 
 The whole solver runs inside one launch: proximal steps, Newton steps, conjugate gradients, repair
 and bounds, in float64 and without synchronising with the host. Everything a program needs again
@@ -8,7 +8,8 @@ the conjugate gradients stay in registers. Which moves of a row are in use is on
 the passes of the conjugate gradients, which are most of the work, load from the two or three
 neighbours in use and not from all. Shares are not stored: the shares ``pi^k`` that a step starts
 from (in float32: rounded, they are another centre and as good), potentials and the threshold of
-each row determine them.
+each row determine them. With entropy there is no centre, and the shares of the moves in use, which
+conjugate gradients need, are stored in its place.
 
 The program is one loop around one evaluation of the dual. What an evaluation was for is the
 *phase*: the search for the first price, the start of a proximal step, or a trial of the line
