@@ -13,7 +13,7 @@ the basic iterative method.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ class _Projected(State):
 
     eps: float | Tensor
     fused: EntropicProjection | None
-    duals: Duals | None = field(default=None, kw_only=True)
+    duals: Duals | None = None
 
 
 @dataclass(frozen=True)

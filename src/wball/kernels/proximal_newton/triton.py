@@ -237,8 +237,7 @@ class SolveState(NamedTuple):
 @triton.jit
 def _mixed(part, mass):
     """``P log(pi)`` of moves of rows with this mass."""
-    share = part / tl.maximum(mass, 1e-300)
-    return part * tl.log(tl.maximum(share, 1e-300))
+    return part * tl.log(tl.maximum(part / tl.maximum(mass, 1e-300), 1e-300))
 
 
 @triton.jit
