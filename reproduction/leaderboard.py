@@ -194,7 +194,7 @@ def measured(
         row["smoothing"] = _smoothing(shop, subject, x[:few], y[:few], protocol)
     proofs = row.get("certificate", {})
     row["flags"] = list(row["attack"].get("warnings", ()))
-    if "outcomes" in proofs:
+    if "outcomes" in proofs and "outcomes" in row:
         count = contradictions(row["outcomes"], proofs["outcomes"], protocol)
         proofs["contradictions"] = count
         if count:
