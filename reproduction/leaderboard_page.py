@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reproduction.leaderboard import BOARD, PROTOCOLS, WRONG, Protocol, filled
 from reproduction.page import template
-from reproduction.tables import Table
+from reproduction.tables import Table, points
 from reproduction.workshop import Data
 from wball.attacks.standard import VERSION
 from wball.data import dataset_info
@@ -118,17 +118,28 @@ def robust(row: Data, place: int, images: int) -> float | None:
 
 def _marked(values: Sequence[float | None]) -> list[str | None]:
     """A column in percent, the best in bold."""
-    shown = [None if v is None else f"{100 * v:.1f}" for v in values]
-    best = max((v for v in values if v is not None), default=None)
-    top = None if not best else f"{100 * best:.1f}"
-    return [f"**{s}**" if s is not None and s == top else s for s in shown]
+    top = points(max((v for v in values if v is not None), default=None) or None)
+    return [f"**{s}**" if s is not None and s == top else s for s in map(points, values)]
+
+
+def photos(found: Data) -> Table:
+    """Robust accuracy of a photo classifier (``benchmarks/photos.py``), by attack."""
+    radii = [f"{r:g}" for r in found["radii"]]
+    body = [
+        [f"`{row['attack']}`", *(points(row["accuracy"].get(r)) for r in radii)]
+        for row in found["rows"]
+        if "attack" in row
+    ]
+    title = f"{found['images']} crops: robust accuracy of EfficientNet-lite0 in percent, by eps"
+    return Table(["attack", *radii], body, title)
 
 
 def page(content: Data, results: Path) -> str:
     """The page of a board, with what else is known in a folder of results."""
     complete = _known(results / "complete_mnist.json").get("rows", ())
-    others = _known(results / "predecessors.json")
-    shown = tables(content, complete) + ([predecessors(content, others)] if others else [])
+    shown, others = tables(content, complete), _known(results / "predecessors.json")
+    shown += [predecessors(content, others)] if others else []
+    crops = _known(results / "photos.json")
     notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
     if not all(map(is_latest, content["rows"])):
         notes.append("- † measured with an earlier version of the attack.")
@@ -137,6 +148,7 @@ def page(content: Data, results: Path) -> str:
         *(table.markdown() for table in shown if table.rows),
         "\n".join(notes),
         template("submission.md"),
+        *([template("photos.md"), photos(crops).markdown()] if crops else []),
     )
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 

@@ -165,12 +165,7 @@ def certified(
             def proved(eps: float = eps, index: Tensor = index) -> dict[str, Tensor]:
                 ball, parts = WassersteinBall(eps), index.to(x.device).split(PROOFS_AT_ONCE)
                 proofs = [certify(subject.model, x[part], y[part], ball, method) for part in parts]
-                holds = (
-                    torch.cat([p.certified for p in proofs])
-                    if proofs
-                    else torch.zeros(0, dtype=torch.bool)
-                )
-                return {"index": index, "certified": holds}
+                return {"index": index, "certified": torch.cat([p.certified for p in proofs])}
 
             part, seconds = shop.once(folder / f"{eps:g}.safetensors", proved)
             index, spent = part["index"][part["certified"]], spent + seconds
@@ -226,11 +221,7 @@ def smoothed(
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The model's classes, a few images at a time; NaN is no class (-1)."""
-    return (
-        torch.cat([top_class(model(part)) for part in x.split(_batch(x))])
-        if len(x)
-        else x.new_zeros(0).long()
-    )
+    return torch.cat([top_class(model(part)) for part in x.split(_batch(x))])
 
 
 def _batch(x: Tensor) -> int:

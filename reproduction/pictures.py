@@ -234,18 +234,17 @@ def _measure_digits(shop: Workshop) -> Data:
     ]
     broken = torch.stack([f.success for f in broken_by]).sum(0)
     pick = int(broken.argmax())
+    one = slice(pick, pick + 1)
     for subject, fall in zip(subjects, broken_by, strict=True):
         steps = 30 if shop.quick else 100
         attack = DualAveraging(
             WassersteinBall(2.0), steps=steps, objective="margin", progress=False
         )
-        near, example = _valid(
-            shop, subject, attack, x[pick : pick + 1], y[pick : pick + 1], "minimal"
-        )
+        near, example = _valid(shop, subject, attack, x[one], y[one], "minimal")
         theirs = float(fall.radius[pick]) if bool(fall.success[pick]) else math.inf
         entries = {}
         for key, radius, images in (
-            ("paper_attack", theirs, fall.images[pick : pick + 1]),
+            ("paper_attack", theirs, fall.images[one]),
             ("ours", float(near[0]), example),
         ):
             read_as = int(predicted(subject.model, images)[0])
@@ -424,18 +423,12 @@ def _measure_grid(shop: Workshop) -> Data:
                 x.device.type,
             ]
             with shop.part(f"lambda-{reg:g}-p-{p:g}", depends) as folder:
-                path, make = (
-                    folder / "part.safetensors",
-                    partial(_radii_and_images, subject, attack, x, y),
-                )
-                stored, seconds = shop.once(path, make)
+                make = partial(_radii_and_images, subject, attack, x, y)
+                stored, seconds = shop.once(folder / "part.safetensors", make)
             shop.spent += seconds
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})
-        shop.say(
-            f"lambda {reg:g}: "
-            + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :])
-        )
+        shop.say(f"lambda {reg:g}: done")
     # Show the digit that survives longest at the paper's lambda: others are broken at the first
     # radius tried.
     last = [r or 0.0 for r in next(c for c in reversed(cells) if c["p"] == 1.0)["radius"]]

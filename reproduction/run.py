@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 
-from reproduction import (
-    authors,
-    certificates,
-    curves,
-    nominal,
-    page,
-    pictures,
-)
+from reproduction import authors, certificates, curves, nominal, page, pictures
 from reproduction.recipe import Recipe
 from reproduction.tables import Table
 from reproduction.workshop import Clock, Settings, Workshop
@@ -165,14 +158,9 @@ def run(names: Sequence[str], settings: Settings) -> int:
 
     The failure of one recipe does not end the others.
     """
-    wanted = chosen(names)
     style()  # if figures cannot be drawn, say so before hours of work
-    shop = Workshop(settings)
-    if len(wanted) == 1:
-        _make(wanted[0], settings, shop)
-        return 0
-    failed = []
-    for name in wanted:
+    shop, failed = Workshop(settings), []
+    for name in chosen(names):
         try:
             _make(name, settings, shop)
         except EXPECTED as error:

@@ -47,11 +47,14 @@ class MissingModel(ValueError):
 class Settings:
     """How recipes are run.
 
-    Attributes: quick: few images, and tiny models where none are at hand: minutes on two cores. The
-        numbers mean little. data: folder with the data sets; without it the bundled MNIST digits
-        serve (quick runs only). models: folder with trained models, ``NAME/NAME.safetensors`` (or
-        ``.pth``, and a card ``NAME.json`` where the
-            network is not the preset's), for those that are not in the zoo.
+    Attributes:
+        quick: few images, and tiny models where none are at hand: minutes on two cores. The
+            numbers mean little.
+        data: folder with the data sets; without it the bundled MNIST digits serve (quick runs
+            only).
+        models: folder with trained models, ``NAME/NAME.safetensors`` (or ``.pth``, and a card
+            ``NAME.json`` where the network is not the preset's), for those that are not in the
+            zoo.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: random seed.
         out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here
