@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -159,16 +160,14 @@ def run(names: Sequence[str], settings: Settings) -> int:
     The failure of one recipe does not end the others.
     """
     style()  # if figures cannot be drawn, say so before hours of work
-    shop, failed = Workshop(settings), []
+    shop, failed = Workshop(settings), 0
     for name in chosen(names):
         try:
             _make(name, settings, shop)
         except EXPECTED as error:
-            print(f"{name} was not made: {error}\n", flush=True)
-            failed.append(name)
-    if failed:
-        print(f"not made: {', '.join(failed)}", flush=True)
-    return 2 if failed else 0
+            print(f"{name} was not made: {error}", file=sys.stderr, flush=True)
+            failed = 2
+    return failed
 
 
 def write_page(out: Path, where: Path) -> list[Path]:
