@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from marks import slow
 from wball import DualAveraging, WassersteinBall
 from wball.attacks.views import find_signs
 from wball.model import evaluating, full_precision, in_training
@@ -121,7 +122,7 @@ class AddsOne(nn.Module):
         return torch.cat([lost + 0 * first, 1e-12 * first], 1)
 
 
-@pytest.mark.parametrize("name", ["DualAveraging", "StandardAttack", "ScoreSearch"])
+@pytest.mark.parametrize("name", ["DualAveraging", "ScoreSearch", *slow("StandardAttack")])
 def test_examples_in_tf32_or_in_float32_alone_do_not_count(name: str) -> None:
     attack = getattr(wball, name)(WassersteinBall(0.05))
     x, y = torch.full((2, 1, 2, 2), 0.5), torch.zeros(2, dtype=torch.long)

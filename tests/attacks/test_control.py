@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from marks import slow
 from problems import Case
 from wball import (
     DualAveraging,
@@ -214,7 +215,7 @@ def _two_networks(kind: str) -> Model:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["robust", "weak on bytes", "chosen"])
+@pytest.mark.parametrize("kind", ["robust", "chosen", *slow("weak on bytes")])
 def test_students_break_what_gradients_of_another_network_hide(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

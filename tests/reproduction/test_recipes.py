@@ -140,6 +140,7 @@ def test_other_images_get_proofs_of_their_own(shop: Small) -> None:
     assert torch.equal(seen, first.flip(0)) and not torch.equal(seen, first)
 
 
+@pytest.mark.slow
 def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.absent = ("cifar10-certified",)
     monkeypatch.setattr(measure, "PROOFS_AT_ONCE", 2)

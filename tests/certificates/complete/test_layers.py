@@ -148,6 +148,7 @@ def test_a_residual_network_is_proved_and_falsified() -> None:
     decided(net, x, y, ball, ball.at(4.0))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_the_ordinary_bound_proves_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ResNet has too many units for a tree: where plain bounds are enough, they are all that is
