@@ -156,6 +156,7 @@ def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) ->
         measure(dice, x, y, out=tmp_path / "dice")
 
 
+@pytest.mark.slow
 def test_an_interruption_among_certificates_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

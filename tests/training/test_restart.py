@@ -106,6 +106,7 @@ def test_of_two_processes_the_main_one_stops_first(tmp_path: Path) -> None:
     assert (tmp_path / "stopped-0").is_file() and (tmp_path / "stopped-1").is_file()
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_two_were_killed(tmp_path: Path, undisturbed: Path) -> None:
     processes = start_two(tmp_path, run)
     while not (tmp_path / "checkpoint.safetensors").is_file() and all(
