@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= dev,report,art,foolbox,onnx,onnxruntime
-JOBS   ?= 2
+# Processes of the tests, for two cores: some tests wait.
+JOBS   ?= 3
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
