@@ -334,7 +334,7 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         else:
             place[j] = -1
     first, end = np.empty(n_rows + 1, np.int64), np.empty(edges, np.int64)
-    fee, part, weight = np.empty(edges), np.empty(edges), np.empty(n_rows)
+    fee, part, weight, score = np.empty((4, edges))
     diagonal, column = np.zeros(n + 1), np.empty(n)
     used, count, curvature = 0, 0, 0.0
     first[0] = 0
@@ -351,9 +351,9 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
                 part[e] = shares.part[a, i] if p.tau > 0.0 else 1.0 / ways
                 total += part[e] * fees[k]
                 square += part[e] * fees[k] * fees[k]
-                diagonal[end[e]] += stiff * part[e] * (1.0 - part[e])
+                weight[e] = stiff * part[e]
+                diagonal[end[e]] += weight[e] * (1.0 - part[e])
             curvature += stiff * (square - total * total)
-            weight[used] = stiff
             count += ways
             used += 1
             first[used] = count
@@ -388,9 +388,10 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         for a in range(used):
             mean = 0.0
             for e in range(first[a], first[a + 1]):
-                mean += part[e] * (q[end[e]] - q_psi * fee[e])
+                score[e] = q[end[e]] - q_psi * fee[e]
+                mean += part[e] * score[e]
             for e in range(first[a], first[a + 1]):
-                change = weight[a] * part[e] * (q[end[e]] - q_psi * fee[e] - mean)
+                change = weight[e] * (score[e] - mean)
                 h[end[e]] += change
                 h_psi -= change * fee[e]
         if not free:
