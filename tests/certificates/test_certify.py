@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import wball
 from certificates.exact import euclidean, gap, network_margin
+from marks import slow
 from wball.certificates import CertificateStatus, UnsupportedModule, certified_radius, certify
 
 WASSERSTEIN: dict[str, dict[str, Any]] = {
@@ -332,15 +333,16 @@ def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
         certify(torch.jit.freeze(torch.jit.script(net)), x, y, ball)
 
 
-def test_certified_radius_is_certified_and_bracketed() -> None:
+@pytest.mark.parametrize("method", ["anchored", *slow("crown")])
+def test_certified_radius_is_certified_and_bracketed(method: Any) -> None:
     net, x = conv_net(5), images(4, 1, 16, 5)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.02)
     y[3] = (y[3] + 1) % 4
-    radius = certified_radius(net, x, y, ball, "anchored")
+    radius = certified_radius(net, x, y, ball, method)
     assert float(radius[3]) == 0.0 and bool((radius[:3] > 0).all())
     for part, proved in ((1.0, True), (1.03, False)):
         at = ball.at(part * radius[:3])
-        assert certify(net, x[:3], y[:3], at, "anchored").certified.tolist() == [proved] * 3
+        assert certify(net, x[:3], y[:3], at, method).certified.tolist() == [proved] * 3
 
 
 def test_every_method_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from .checks import Findings
 
 IMAGES, ROUNDS = 3, 4
 METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown", "complete")
-EFFORT: dict[str, Any] = {"alpha-crown": {"steps": 3}, "complete": {"time_limit": 0.3}}
+EFFORT: dict[str, Any] = {"alpha-crown": {"steps": 3}, "complete": {"time_limit": 1.0}}
 
 
 class Step(nn.Module):

@@ -24,7 +24,7 @@ def test_cases(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "least"), [(range(2), 1), pytest.param(range(2, 20), 40, marks=pytest.mark.slow)]
+    ("seeds", "least"), [(range(2), 1), pytest.param(range(2, 20), 50, marks=pytest.mark.slow)]
 )
 def test_certificates_of_random_networks_hold_and_are_proved_again(
     seeds: range, least: int
