@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -44,18 +45,20 @@ class PlanRows:
         flat = s.flatten(1)
         self.middle = per_image(0.5 * (flat.amin(1) + flat.amax(1)), s)
         self.column = torch.exp(s - self.middle)
-        self._ends = moves.ends(self.column, 0.0)
-        self.rings = torch.stack(
-            [torch.stack([self._ends(k) for k in ring]).sum(0) for ring in moves.rings]
-        )
+        ends = moves.ends(self.column, 0.0)
+        self.rings = torch.stack([reduce(torch.add, map(ends, ring)) for ring in moves.rings])
 
     def at(self, psi: Tensor) -> PlanRows:
         """The plan at a price per image."""
         self.price = per_image(psi, self.x)
         self.weights = torch.exp(-self.price * self.moves.ring_cost)
-        self.norm = (self.weights * self.rings).sum(0)
+        self.norm = self._over_rings(self.weights)
         self.row = self.x / self.norm
         return self
+
+    def _over_rings(self, weights: Tensor) -> Tensor:
+        """Sums of the rings with these weights: a product of matrices, which reads them once."""
+        return torch.einsum("...dbchw,dbchw->...bchw", weights, self.rings)
 
     def solve_price(
         self,
@@ -74,10 +77,10 @@ class PlanRows:
         ring_cost = self.moves.ring_cost
         for _ in range(steps):
             self.at(psi)
-            share = self.weights * self.rings / self.norm
-            mean = (share * ring_cost).sum(0)
-            variance = (share * (ring_cost - mean).square()).sum(0)
-            cost, slope = image_sums(self.x * mean), image_sums(self.x * variance)
+            paid = self.weights * ring_cost
+            mean, square = self._over_rings(torch.stack([paid, paid * ring_cost])) / self.norm
+            cost = image_sums(self.x * mean)
+            slope = image_sums(self.x * (square - mean.square()).clamp(min=0.0))
             precise = tolerance(psi)
             inside = cost <= budget
             found = inside & ((cost >= budget * (1 - precise)) | (psi == 0))
@@ -99,12 +102,17 @@ class PlanRows:
         """The logarithm of the rows' normalisers."""
         return torch.log(self.norm) + self.middle
 
-    def flow(self, k: int) -> Tensor:
-        """Mass that leaves each pixel by move ``k``."""
-        return self.row * torch.exp(-self.price * self.moves.costs[k]) * self._ends(k)
+    def weight(self, k: int) -> Tensor:
+        """The weight of move ``k``."""
+        return torch.exp(-self.price * self.moves.costs[k])
+
+    @property
+    def stays(self) -> Tensor:
+        """Mass that stays where it is."""
+        return self.row * self.column
 
     def columns(self) -> Tensor:
-        return self.flow(0) + self.column * self.moves.sums(self.weights, back=True)(self.row)
+        return self.stays + self.column * self.moves.sums(self.weights, back=True)(self.row)
 
     def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
         """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""

@@ -53,15 +53,16 @@ def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
 
 
 def _costs(plan: PlanRows, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
-    moves, kept = plan.moves, plan.moves.ends(keep, 0.0)
-    cost = torch.zeros(plan.x.shape[0], dtype=torch.float64, device=plan.x.device)
-    net = cost.clone()
+    moves, row = plan.moves, plan.row * give
+    ends, cost = moves.ends(plan.column * keep, 0.0), image_sums(give * plan.spent(keep))
+
+    def flow(k: int) -> Tensor:
+        return row * plan.weight(k) * ends(k)
+
+    net = torch.zeros_like(cost)
     for k in range(1, len(moves)):
-        flow = plan.flow(k) * give * kept(k)
-        cost += image_sums(flow * moves.costs[k])
-        reverse = moves.reverse[k]
+        sent, reverse = flow(k), moves.reverse[k]
         if reverse is not None:
-            back = plan.flow(reverse) * give * kept(reverse)
-            flow = (flow - moves.ends(back, 0.0)(k)).clamp(min=0.0)
-        net += image_sums(flow * moves.costs[k])
+            sent = (sent - moves.ends(flow(reverse), 0.0)(k)).clamp(min=0.0)
+        net += image_sums(sent * moves.costs[k])
     return cost, net

@@ -114,7 +114,7 @@ def _offer(
     z = (s.x - sent + received).clamp(lo, hi)
     stay, xlogy = (s.x - sent).clamp(min=0.0), torch.special.xlogy
     changed = xlogy(received, keep) + xlogy(sent, give * share)
-    divergence = image_sums(changed + xlogy(stay, stay / rows.flow(0).clamp(min=TINY)))
+    divergence = image_sums(changed + xlogy(stay, stay / rows.stays.clamp(min=TINY)))
     gap = _misfit(problem, s, z) + s.tau * (s.price * (s.budget - cost) + divergence)
     objective, size = _value(problem, s, rows, z, cost, divergence)
     u, allowed = per_image(s.tau, s.x) * s.beta, problem.tol * size

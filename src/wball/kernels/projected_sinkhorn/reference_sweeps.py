@@ -51,7 +51,7 @@ def sweep(problem: settings.Projection, s: Unfinished, step: int) -> Swept:
         s.budget, s.price, 12 if step == 1 else 3,
         lambda price: (worth / (s.tau * price * s.budget).clamp(min=TINY)).clamp(4e-15, settings.PSI_TOL),
     )  # fmt: skip
-    stays, columns = rows.flow(0), rows.columns()
+    stays, columns = rows.stays, rows.columns()
     # Full columns aim below hi, by a margin in which the gap has the derivative `pressed`.
     pressed = image_sums((s.w - tau * s.beta - hi).clamp(min=0.0))
     worth = settings.MARGIN * problem.tol * s.size
