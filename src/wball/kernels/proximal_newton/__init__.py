@@ -56,23 +56,23 @@ class Method(NamedTuple):
             early, where moves come into use or fall out of it: with 0.03 they needed half as many
             products again. Linear columns have no curvature of their own: with 0.03, small boxed
             images took up to 300 steps.
-        damping: Newton's matrix gets this times residual / range of ``u`` on its diagonal (of ``g``
-            for linear columns, whose potentials may all come to be equal). Full
-            pixels that exchange mass only with each other leave directions without curvature. With
-            a hundredth of this, the line search tried two or three lengths a step; with four times
-            this, points far from two full pixels took hundreds of steps.
+        stiffness: Newton's matrix gets this times ``sigma`` times a column's residual on its
+            diagonal, so that a column alone changes shares (with entropy, their logarithms) by at
+            most 1 / ``stiffness``. Where few rows have a choice, single columns would run far
+            beyond the next such row otherwise, and the line search would hold up all: with heavy
+            tails it took eight evaluations a step.
     """
 
     first: float
     settled: float
     cg_tol: float
-    damping: float
+    stiffness: float
 
 
-QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, damping=1.0)
-LINEAR = Method(first=6.0, settled=0.2, cg_tol=0.01, damping=4.0)
-ENTROPIC_QUADRATIC = Method(first=4.0, settled=3e-4, cg_tol=1e-2, damping=1e-2)
-ENTROPIC_LINEAR = Method(first=20.0, settled=3e-4, cg_tol=1e-2, damping=1.0)
+QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, stiffness=2.0)
+LINEAR = Method(first=6.0, settled=0.2, cg_tol=0.01, stiffness=2.0)
+ENTROPIC_QUADRATIC = Method(first=4.0, settled=3e-4, cg_tol=1e-2, stiffness=0.3)
+ENTROPIC_LINEAR = Method(first=20.0, settled=3e-4, cg_tol=1e-2, stiffness=0.3)
 
 
 def method(problem: Problem) -> Method:
@@ -102,7 +102,10 @@ as 0: e^-32 is a hundredth of float64's rounding."""
 SHARPER, SHARPEST = 0.05, 1e-9
 """Repeated steps at ``1 / tau`` are solved this much more precisely each time, and this precisely
 at last."""
-INNER, CG_MAX, HALVINGS = 20, 300, 25
+RELAX = 0.25
+"""Factor on ``stiffness`` after each Newton step that was not shortened: some columns have far to
+go."""
+INNER, CG_MAX, HALVINGS = 20, 300, 16
 """Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
 search, at most."""
 MOST = 1e8

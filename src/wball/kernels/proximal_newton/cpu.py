@@ -318,7 +318,7 @@ def _range(values):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath={"contract", "nsz", "reassoc"})
-def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
+def _direction(p, step, u, psi, shares, gradient, slope, stiffness, d):  # type: ignore[no-untyped-def]
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner. Returns the step
     of ``psi``."""
     n_rows, method, linear, target = p.mass.size, step.method, p.linear, p.target
@@ -363,8 +363,6 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
         column[i] = 0.0 if linear else _column(target[moving[i]], u[moving[i]], p.lo, p.hi)[1]
         diagonal[i] += column[i]
         largest = max(largest, diagonal[i])
-    span = _range(target if linear else u)
-    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(u.size) * span))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 
@@ -373,9 +371,10 @@ def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-
     q_psi = r_psi / diagonal_psi
     size, d_psi = r_psi * q_psi, 0.0
     for j in range(n):
+        r[j] = gradient[moving[j]]
+        ridge = max(1e-12 * largest, stiffness * step.sigma * abs(r[j]))
         column[j] += ridge
         diagonal[j] = 1.0 / (diagonal[j] + ridge)
-        r[j] = gradient[moving[j]]
         q[j] = r[j] * diagonal[j]
         size += r[j] * q[j]
     goal = method.cg_tol * method.cg_tol * size
@@ -452,7 +451,7 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
     n, target, linear, method = u.size, p.target, p.linear, step.method
     new_u, new_gradient, d = np.empty(n), np.empty(n), np.empty(n)
     dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
-    taken = 0
+    taken, stiffness = 0, method.stiffness
     while True:
         solved = _norm(gradient) <= method.settled * step.precision * moved
         solved = solved and abs(slope) <= settings.SPENT * step.precision * p.budget
@@ -461,11 +460,11 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
             solved = solved and taken > 0  # or plans drift along prices that are never corrected
         if solved or taken >= min(settings.INNER, left) or p.stop[0] != 0:
             return psi, dual - pull + psi * abs(slope), taken, solved
-        d_psi = _direction(p, step, u, psi, shares, gradient, slope, d)
+        d_psi = _direction(p, step, u, psi, shares, gradient, slope, stiffness, d)
         taken += 1
         # Stop where psi reaches 0: beyond it the direction was computed for another set of free
         # variables.
-        length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
+        whole = length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
         ascends = False
         for _ in range(settings.HALVINGS):
             new_psi = psi + length * d_psi
@@ -491,6 +490,7 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
         if not ascends:
             dual, slope, _, pull = _evaluate(p, step, u, psi, shares, gradient)
             return psi, dual - pull + psi * abs(slope), taken, False
+        stiffness = settings.RELAX * stiffness if length == whole else method.stiffness
         copy(new_u, u)
         copy(new_gradient, gradient)
         psi, dual, slope = new_psi, new_dual, new_slope

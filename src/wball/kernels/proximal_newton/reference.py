@@ -102,7 +102,8 @@ def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tens
     and whether solved."""
     at = evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
-    precise = settings.method(problem).settled * step.precision
+    method = settings.method(problem)
+    precise, stiffness = method.settled * step.precision, torch.full_like(at.psi, method.stiffness)
     while True:
         settled = at.gradient.flatten(1).norm(dim=1) <= precise * at.moved
         solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
@@ -112,18 +113,24 @@ def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tens
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
-        new, ascends = _ascend(problem, step, at)
+        new, ascends, whole = _ascend(problem, step, at, stiffness)
+        stiffness = torch.where(whole, settings.RELAX * stiffness, method.stiffness)
         taken += going
         at = new.where(going & ascends, at)
         ascends |= ~going
 
 
-def _ascend(problem: Problem, step: Step, at: Point) -> tuple[Point, Tensor]:
-    """Take a Newton step, shortened until the dual rises. Also returns which images moved."""
-    d, d_psi = direction(problem, step, at)
+def _ascend(
+    problem: Problem, step: Step, at: Point, stiffness: Tensor
+) -> tuple[Point, Tensor, Tensor]:
+    """Take a Newton step, shortened until the dual rises. Also returns which images moved, and
+    which by a whole step."""
+    d, d_psi = direction(problem, step, at, stiffness)
     # Stop where psi reaches 0: beyond it another set of variables is free.
     stops = (d_psi < 0) & (at.psi > 0)
-    length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
+    whole = length = torch.where(
+        stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0
+    )
     rounding = 1e-14 * (at.dual.abs() + problem.noise)
     for _ in range(settings.HALVINGS):
         psi = at.psi + length * d_psi
@@ -138,7 +145,7 @@ def _ascend(problem: Problem, step: Step, at: Point) -> tuple[Point, Tensor]:
         rise, bend = promised / length, dot(new.gradient, d) + new.slope * d_psi
         fall = torch.where(bend < 0, rise / (rise - bend), 0.5).clamp(0.1, 0.5)
         length = torch.where(ascends, length, fall * length)
-    return new, ascends
+    return new, ascends, length == whole
 
 
 def _repair(problem: Problem, share: Tensor, index: Tensor, best: Best) -> None:

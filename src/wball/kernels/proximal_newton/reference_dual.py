@@ -87,7 +87,7 @@ def evaluate(problem: Problem, step: Step, u: Tensor, psi: Tensor) -> Point:
     return Point(u, psi, dual, share, weight, come, gradient, slope, moved, pull)
 
 
-def direction(problem: Problem, step: Step, at: Point) -> tuple[Tensor, Tensor]:
+def direction(problem: Problem, step: Step, at: Point, stiffness: Tensor) -> tuple[Tensor, Tensor]:
     """Newton's step by conjugate gradients with a diagonal preconditioner."""
     moves, cost, method = problem.moves, problem.moves.cost, settings.method(problem)
     used, still = at.weight, problem.columns.held(at.u, at.come)
@@ -95,10 +95,8 @@ def direction(problem: Problem, step: Step, at: Point) -> tuple[Tensor, Tensor]:
     stiff = per_image(step.sigma, used) * problem.x.unsqueeze(2) * used
     column = problem.columns.curvature(at.u)
     diagonal = column + moves.scatter(stiff * (1 - used / ways))
-    span = spread(problem.columns.target if problem.columns.linear else at.u)
-    ridge = method.damping * at.gradient.flatten(1).square().mean(1).sqrt() / span
-    ridge = torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300)
-    ridge = per_image(ridge, diagonal)
+    least = per_image(1e-12 * diagonal.flatten(1).amax(1) + 1e-300, diagonal)
+    ridge = torch.maximum(per_image(stiffness * step.sigma, diagonal) * at.gradient.abs(), least)
     column, diagonal = column + ridge, diagonal + ridge
     free = (at.psi > 0) | (at.slope > 0)
     mean_cost = (used * cost).sum(2, keepdim=True) / ways

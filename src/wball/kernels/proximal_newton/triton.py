@@ -85,7 +85,7 @@ MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
 SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_LINEAR)
-GROWTH, SHRINK = tl.constexpr(settings.GROWTH), tl.constexpr(settings.SHRINK)
+GROWTH, SHRINK, RELAX = map(tl.constexpr, (settings.GROWTH, settings.SHRINK, settings.RELAX))
 SLIDE = tl.constexpr(settings.SLIDE)
 QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
 CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
@@ -215,23 +215,20 @@ def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.
 
 
 class Spots(NamedTuple):
-    """Pixels of a program: staged addresses, which exist, which are rows with mass, which are
-    columns in reach, and how many of these there are."""
+    """Pixels of a program: staged addresses, which exist, and which are rows with mass."""
 
     place: tl.tensor
     real: tl.tensor
     rows: tl.tensor
-    reached: tl.tensor
-    columns: tl.tensor
 
 
 class SolveState(NamedTuple):
-    """Price and ``sigma``, the dual's derivative in the price, and the size of its gradient."""
+    """Price, ``sigma`` and stiffness, and the dual's derivative in the price."""
 
     psi: tl.tensor
     sigma: tl.tensor
+    stiffness: tl.tensor
     slope: tl.tensor
-    size: tl.tensor
 
 
 @triton.jit
@@ -257,8 +254,8 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     EXACT: tl.constexpr = CASE.exact
     METHOD: tl.constexpr = CASE.method
     s_ptr, mark_ptr, list_ptr, weight_ptr = work
-    place, real, rows, reached, columns = spots
-    psi, sigma, slope, size = state
+    place, real, rows = spots
+    psi, sigma, stiffness, slope = state
     marks = read(mark_ptr + place, real)
     level = read(s_ptr + LEVEL * STAGED + place, real)
     ways = tl.zeros(place.shape, tl.int32)
@@ -324,9 +321,7 @@ def _direction(work, spots, state, limits, table, CASE: tl.constexpr, GROUP: tl.
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
-    span = _range(w if LINEAR else u, reached)
-    ridge = tl.maximum(1e-12 * largest, METHOD.damping * size / (tl.sqrt(columns) * span))
-    ridge = tl.maximum(ridge, 1e-300)
+    ridge = tl.maximum(stiffness * sigma * tl.abs(gradient), 1e-12 * largest + 1e-300)
     own = curved + ridge + through
     # Columns' constants are read again in every step: registers are for what changes.
     tl.store(s_ptr + COLUMN * STAGED + place, own, mask=real)
@@ -493,7 +488,6 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
         there = read(mark_ptr + place - tl.load(table.offset + k), real)
         reached = reached | (there != 0)
     reached = real & reached
-    columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
     if CASE.listed:
         before_row, before_column = (
             tl.cumsum(rows.to(tl.int32), 0) - 1,
@@ -506,7 +500,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     else:
         n_rows, n_columns, beyond = N, N, budget * 0.0
     listed = Listed(row_ptr, column_ptr, n_rows, n_columns, beyond)
-    spots = Spots(place, real, rows, reached, columns)
+    spots = Spots(place, real, rows)
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
     u = tl.where(reached, read(given.start + n * N + index, real).to(tl.float64), w)
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
@@ -517,7 +511,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     zero = budget * 0.0
     none = tl.max(rows.to(tl.int32), 0) * 0
     sigma = tl.minimum(METHOD.first * tl.where(warm != 0, WARM, zero + 1.0) / span, coldest)
-    precision = zero + 1.0
+    precision, stiffness = zero + 1.0, zero
     centre_primal, best_dual, best_hard, best_psi = (
         tl.load(best.primal + n),
         tl.load(best.dual + n),
@@ -548,6 +542,8 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
             trial_psi = tl.where(climbs, higher, tl.where(found, psi, 0.5 * (low + psi)))
             phase = tl.where(climbs, none + PRICE, tl.where(found, none + START, none + BISECT))
         else:
+            whole = (phase == SEARCH) & (halved == 0)
+            stiffness = tl.where(whole, RELAX * stiffness, METHOD.stiffness)
             promised += slope * (trial_psi - psi)
             ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * (tl.abs(dual) + noise)
             if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):
@@ -576,7 +572,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
-                        work, spots, SolveState(psi, sigma, slope, size), limits, table, CASE,
+                        work, spots, SolveState(psi, sigma, stiffness, slope), limits, table, CASE,
                         GROUP if CASE.listed else 1,
                     )  # fmt: skip
                     steps += 1
