@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
     Attributes:
         channels, height, width: of an image.
-        values: their product.
+        numel: their product.
         pitch: staged values from a row to the next, with the halo.
         plane: staged values from a channel to the next.
         staged: staged values per image.
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
     channels: int
     height: int
     width: int
-    values: int
+    numel: int
     pitch: int
     plane: int
     staged: int
@@ -287,7 +287,7 @@ def pixels(one, LAYOUT: tl.constexpr):
     threads should hold neighbouring pixels instead of four each.
     """
     index = tl.arange(0, LAYOUT.block) * one
-    real = index < LAYOUT.values
+    real = index < LAYOUT.numel
     rows: tl.constexpr = LAYOUT.channels * LAYOUT.height
     if LAYOUT.pitch == _LINE and rows * _LINE <= LAYOUT.block:  # a row to each warp
         row, column = index // _LINE, index % _LINE

@@ -148,7 +148,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
             return
     at = pixels(one, LAYOUT)
     index, real, place = at
-    here = image * LAYOUT.values + index
+    here = image * LAYOUT.numel + index
     b = read(given.b + here, real)
     highest = tl.max(tl.where(real, b, float("-inf")), 0)
     b = tl.maximum(b, highest - _SPREAD).to(REAL)
@@ -233,7 +233,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
     change *= _balance(change, index // (LAYOUT.height * LAYOUT.width), LAYOUT.channels)
     change = tl.where(finite, scale.to(REAL) * change, 0.0)
     batch = tl.num_programs(0)
-    plane = batch.to(tl.int64) * LAYOUT.values
+    plane = batch.to(tl.int64) * LAYOUT.numel
     tl.store(out.images + here, tl.minimum(tl.maximum(x + change, lo), hi), mask=real)
     tl.store(out.images + plane + here, q, mask=real)
     tl.store(out.images + 2 * plane + here, keep, mask=real)

@@ -109,7 +109,7 @@ class SupportFound(NamedTuple):
 def _support_kernel(given, out, table, one, max_iter, LAYOUT: tl.constexpr):
     H: tl.constexpr = LAYOUT.height
     W: tl.constexpr = LAYOUT.width
-    N: tl.constexpr = LAYOUT.values
+    N: tl.constexpr = LAYOUT.numel
     fee_ptr, step_ptr = table
     n = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, LAYOUT.block) * one  # one pixel a thread: see triton_stencil.pixels

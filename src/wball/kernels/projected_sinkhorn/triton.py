@@ -111,8 +111,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         n_iter=torch.empty(batch, dtype=torch.int64, device=device),
         wide=torch.empty(batch, dtype=torch.int32, device=device),
     )
-    rows = torch.empty((batch, ROWS, layout.values), dtype=torch.bfloat16, device=device)
-    change = torch.empty((batch, layout.values), dtype=torch.float32, device=device)
+    rows = torch.empty((batch, ROWS, layout.numel), dtype=torch.bfloat16, device=device)
+    change = torch.empty((batch, layout.numel), dtype=torch.float32, device=device)
     given = (x, problem.w, problem.budget.to(torch.float64), problem.tau, *problem.start())
     given, bounds = ProjectionGiven(*map(aligned, given)), _bounds((lo, hi), device)
     for exact in (False, True) if batch else ():
@@ -270,7 +270,7 @@ class ProjectionCase(NamedTuple):
 @kernel
 def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE: tl.constexpr):
     LAYOUT: tl.constexpr = CASE.layout
-    N: tl.constexpr = LAYOUT.values
+    N: tl.constexpr = LAYOUT.numel
     EXACT: tl.constexpr = CASE.exact
     REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
     RESOLUTION: tl.constexpr = _RESOLUTION * (2.0**-52 if EXACT else 2.0**-23)

@@ -124,7 +124,7 @@ def proximal_newton(
         torch.empty(size, dtype=torch.float64, device=device)[table.guard :],
         torch.empty((batch, 2, layout.staged + table.guard), dtype=bits, device=device),
         torch.empty((batch, 2 * count * layout.staged), dtype=torch.int16, device=device),
-        torch.empty((batch, 2, layout.values) if listed else 1, dtype=torch.int32, device=device),
+        torch.empty((batch, 2, layout.numel) if listed else 1, dtype=torch.int32, device=device),
         torch.empty((batch, shares, layout.staged), dtype=torch.float32, device=device),
     )
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a
@@ -428,7 +428,7 @@ class SolveScratch(NamedTuple):
 @kernel
 def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.constexpr):
     LAYOUT: tl.constexpr = CASE.layout
-    N: tl.constexpr = LAYOUT.values
+    N: tl.constexpr = LAYOUT.numel
     PLANE: tl.constexpr = LAYOUT.height * LAYOUT.width
     STAGED: tl.constexpr = LAYOUT.staged
     GUARD: tl.constexpr = LAYOUT.halo
@@ -542,8 +542,8 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
             trial_psi = tl.where(climbs, higher, tl.where(found, psi, 0.5 * (low + psi)))
             phase = tl.where(climbs, none + PRICE, tl.where(found, none + START, none + BISECT))
         else:
-            whole = (phase == SEARCH) & (halved == 0)
-            stiffness = tl.where(whole, RELAX * stiffness, METHOD.stiffness)
+            at_once = (phase == SEARCH) & (halved == 0)
+            stiffness = tl.where(at_once, RELAX * stiffness, METHOD.stiffness)
             promised += slope * (trial_psi - psi)
             ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * (tl.abs(dual) + noise)
             if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):
