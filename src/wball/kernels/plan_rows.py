@@ -36,7 +36,7 @@ class PlanRows:
 
     Attributes:
         column: ``exp(s)``, scaled for each image.
-        rings: ``(D, B, C, H, W)``: for each distinct cost, the sum of ``column`` over its moves.
+        rings: for each distinct cost, the sum of ``column`` over its moves.
         price, weights, norm, row: set by :meth:`at`.
     """
 
@@ -46,7 +46,7 @@ class PlanRows:
         self.middle = per_image(0.5 * (flat.amin(1) + flat.amax(1)), s)
         self.column = torch.exp(s - self.middle)
         ends = moves.ends(self.column, 0.0)
-        self.rings = torch.stack([reduce(torch.add, map(ends, ring)) for ring in moves.rings])
+        self.rings = [reduce(torch.add, map(ends, ring)) for ring in moves.rings]
 
     def at(self, psi: Tensor) -> PlanRows:
         """The plan at a price per image."""
@@ -57,8 +57,11 @@ class PlanRows:
         return self
 
     def _over_rings(self, weights: Tensor) -> Tensor:
-        """Sums of the rings with these weights: a product of matrices, which reads them once."""
-        return torch.einsum("...dbchw,dbchw->...bchw", weights, self.rings)
+        """The sum of the rings with these weights."""
+        total = torch.zeros_like(self.x)
+        for weight, ring in zip(weights, self.rings, strict=True):
+            total.addcmul_(ring, weight)
+        return total
 
     def solve_price(
         self,
@@ -78,9 +81,9 @@ class PlanRows:
         for _ in range(steps):
             self.at(psi)
             paid = self.weights * ring_cost
-            mean, square = self._over_rings(torch.stack([paid, paid * ring_cost])) / self.norm
-            cost = image_sums(self.x * mean)
-            slope = image_sums(self.x * (square - mean.square()).clamp(min=0.0))
+            mean = self._over_rings(paid) / self.norm
+            variance = self._over_rings(paid * ring_cost) / self.norm - mean.square()
+            cost, slope = image_sums(self.x * mean), image_sums(self.x * variance.clamp(min=0.0))
             precise = tolerance(psi)
             inside = cost <= budget
             found = inside & ((cost >= budget * (1 - precise)) | (psi == 0))
@@ -101,10 +104,6 @@ class PlanRows:
     def log_sum(self) -> Tensor:
         """The logarithm of the rows' normalisers."""
         return torch.log(self.norm) + self.middle
-
-    def weight(self, k: int) -> Tensor:
-        """The weight of move ``k``."""
-        return torch.exp(-self.price * self.moves.costs[k])
 
     @property
     def stays(self) -> Tensor:

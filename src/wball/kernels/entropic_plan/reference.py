@@ -57,7 +57,7 @@ def _costs(plan: PlanRows, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
     ends, cost = moves.ends(plan.column * keep, 0.0), image_sums(give * plan.spent(keep))
 
     def flow(k: int) -> Tensor:
-        return row * plan.weight(k) * ends(k)
+        return row * torch.exp(-plan.price * moves.costs[k]) * ends(k)
 
     net = torch.zeros_like(cost)
     for k in range(1, len(moves)):
