@@ -61,7 +61,7 @@ def test_sums_over_moves_are_those_of_the_arcs(shape: tuple[int, int], back: boo
         expected = moves.scatter(values[:, :, None] * weight) if back else (weight * ends).sum(2)
         ring_weights = torch.exp(-rates * moves.ring_cost)
         torch.testing.assert_close(
-            moves.sums(ring_weights, back)(values), expected, atol=1e-12, rtol=0
+            moves.sums(values, ring_weights, back), expected, atol=1e-12, rtol=0
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -37,8 +37,8 @@ class Moves(ABC):
     move out of pixel ``(r, c)``. ``cost`` broadcasts against it. Moves that would leave the image
     have entries, but carry no mass.
 
-    Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`,
-    :meth:`arriving`). There, move 0 stays, and moves of the same number end in different pixels.
+    Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`). There, move
+    0 stays, and moves of the same number end in different pixels.
     """
 
     shape: tuple[int, int]
@@ -46,8 +46,6 @@ class Moves(ABC):
     allowed: Tensor  # (K, H, W), bool: the move ends inside the image and has finite cost
 
     # One move at a time:
-    costs: Sequence[float | Tensor]  # the cost of the k-th move, for all pixels or per pixel
-    reverse: Sequence[int | None]  # the reverse of the k-th move, if there is one
     rings: Sequence[Sequence[int]]  # the moves of each distinct cost, the cheapest first
     ring_cost: Tensor  # (D, 1, 1, 1, 1) or (D, 1, 1, H, W): the cost of each ring
 
@@ -88,34 +86,20 @@ class Moves(ABC):
         """A function from the number of a move to the values where it ends."""
 
     @abstractmethod
-    def arriving(self, sent: Iterable[tuple[int, Tensor]], like: Tensor) -> Tensor:
-        """The mass that arrives at each pixel, shaped ``like`` the images.
+    def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
+        """Sums over the moves of each pixel, except staying, of the values where they end, or with
+        ``back`` where the moves that end here start.
 
-        ``sent`` has the number of a move and the mass that leaves each pixel by it.
-        """
-
-    def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
-        """A function from values to weighted sums over the moves of each pixel, except staying.
-
-        Values are read where a move ends, or with ``back`` where the moves that end here start.
         Each is multiplied by the ``weights`` of its ring, ``(D, B, 1, 1, 1)`` or per pixel of the
         start.
         """
 
-        def sent(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-            for ring, weight in zip(self.rings, weights, strict=True):
-                part = values * weight
-                yield from ((k, part) for k in ring if k > 0)
-
-        def leaving(values: Tensor) -> Tensor:
-            ends, total = self.ends(values, 0.0), torch.zeros_like(values)
-            for ring, weight in zip(self.rings, weights, strict=True):
-                for k in ring:
-                    if k > 0:
-                        total.addcmul_(ends(k), weight)
-            return total
-
-        return (lambda values: self.arriving(sent(values), values)) if back else leaving
+    def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
+        """Cost of the plan ``row_i exp(-price C_ij) column_j`` per image, after opposite flows
+        cancel."""
+        flow = row[:, :, None] * torch.exp(-price[..., None] * self.cost) * self.gather(column)
+        net = (flow - self.opposite(flow)).clamp(min=0.0)
+        return inputs.dot(net, self.cost)
 
     @property
     def has_free(self) -> bool:
@@ -217,7 +201,10 @@ class StencilMoves(Moves):
         return torch.stack([ends(k) for k in range(len(self))], dim=2)
 
     def scatter(self, arcs: Tensor) -> Tensor:
-        return self.arriving(enumerate(arcs.unbind(2)), arcs[:, :, 0])
+        total = self._padded(torch.zeros_like(arcs[:, :, 0]))
+        for k, mass in enumerate(arcs.unbind(2)):
+            self._slice(total, k).add_(mass)
+        return self._slice(total, 0)
 
     def opposite(self, arcs: Tensor) -> Tensor:
         out = torch.zeros_like(arcs)
@@ -241,11 +228,41 @@ class StencilMoves(Moves):
         padded = self._padded(values, outside)
         return lambda k: self._slice(padded, k)
 
-    def arriving(self, sent: Iterable[tuple[int, Tensor]], like: Tensor) -> Tensor:
-        total = self._padded(torch.zeros_like(like))
-        for k, mass in sent:
-            self._slice(total, k).add_(mass)
-        return self._slice(total, 0)
+    def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
+        # A convolution of each plane: one pass over the images instead of one a move.
+        kernel = F.pad(weights.flatten(1), (0, 0, 0, 1))[self._ring_at].movedim(2, 0)
+        kernel = kernel.flip(1, 2) if back else kernel
+        planes = values.flatten(0, 1)
+        if not len(planes):
+            return values
+        kernel = kernel.repeat_interleave(values.shape[1], 0).unsqueeze(1)
+        sums = F.conv2d(planes[None], kernel, padding=self.radius, groups=len(planes))
+        return sums.view_as(values)
+
+    @cached_property
+    def _ring_at(self) -> Tensor:
+        """The ring of each place in the window; staying and places without a move have a number
+        that no ring has."""
+        none = len(self.rings)
+        with torch.inference_mode(False):
+            table = torch.full([2 * reach + 1 for reach in self.radius], none)
+            for d, ring in enumerate(self.rings):
+                for k in ring:
+                    r, c = self.offsets[k]
+                    table[self.radius[0] + r, self.radius[1] + c] = d if k else none
+            return table.to(self._like.device)
+
+    def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
+        to, back, total = self.ends(column, 0.0), self.ends(row, 0.0), row.new_zeros(len(row))
+        for k, reverse in enumerate(self.reverse):
+            if reverse is None or reverse > k:  # each pair once
+                net, returning = row * to(k) * torch.exp(-price * self.costs[k]), 0.0
+                if reverse is not None:
+                    returning = self.costs[reverse]
+                    net.addcmul_(column * back(k), torch.exp(-price * returning), value=-1)
+                ahead = net.clamp(min=0.0).sum((1, 2, 3))
+                total += self.costs[k] * ahead + returning * (ahead - net.sum((1, 2, 3)))
+        return total
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:
@@ -277,14 +294,6 @@ class DenseMoves(Moves):
         start = torch.arange(n, device=self._matrix.device)
         cost = self._matrix[start, (start + start[:, None]) % n].view(n, *self.shape)
         return cost.nan_to_num(posinf=0.0).to(self.cost.dtype), torch.isfinite(cost)
-
-    @property
-    def costs(self) -> Sequence[float | Tensor]:  # type: ignore[override]
-        return self._by_shift[0].unbind()
-
-    @property
-    def reverse(self) -> Sequence[int | None]:  # type: ignore[override]
-        return [-k % len(self) for k in range(len(self))]
 
     @property
     def rings(self) -> Sequence[Sequence[int]]:  # type: ignore[override]
@@ -323,11 +332,15 @@ class DenseMoves(Moves):
             allowed[k], values.flatten(-2).roll(-k, -1).view(values.shape), nothing
         )
 
-    def arriving(self, sent: Iterable[tuple[int, Tensor]], like: Tensor) -> Tensor:
-        total, allowed = torch.zeros_like(like), self._by_shift[1]
-        for k, mass in sent:
-            kept = torch.where(allowed[k], mass, 0)
-            total.add_(kept.flatten(-2).roll(k, -1).view(kept.shape))
+    def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
+        total, allowed = torch.zeros_like(values), self._by_shift[1]
+        ends = self.ends(values, 0.0)
+        for k in range(1, len(self)):
+            if back:
+                sent = torch.where(allowed[k], values * weights[k], 0.0)
+                total += sent.flatten(-2).roll(k, -1).view(sent.shape)
+            else:
+                total.addcmul_(ends(k), weights[k])
         return total
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -25,6 +24,11 @@ from wball.inputs import dot, per_image
 
 REPAIR_SWEEPS = 200
 """Box sweeps of :meth:`Plan.repair` before it scales the plan towards the centre."""
+
+SPREAD = 600.0
+"""Largest range of the potentials of an image, in nats, whose plan is a product of factors that
+float64 represents: ``exp(-psi C)`` vanishes beyond 745 nats, and must not where a potential could
+still make up for it."""
 
 AnyPlan = TypeVar("AnyPlan", bound="StoredPlan")
 
@@ -163,28 +167,17 @@ class FactoredPlan(StoredPlan):
         return torch.where(moves.stay(), home, sent)
 
     def net_cost(self) -> Tensor:
-        """The net cost, computed one move at a time, for attacks that need it at every step."""
+        """The net cost without writing out the plan, for attacks that need it at every step."""
         x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
-        moves = self.moves.like(x)
-        ends, kept = moves.ends(s, -torch.inf), moves.ends(keep, 0.0)
-        sent = [ends(k) - per_image(psi, x) * moves.costs[k] for k in range(len(moves))]
-        top = reduce(torch.maximum, sent)
-        whole = reduce(torch.add, [score.sub_(top).exp_() for score in sent])
-        out = per_image(scale, x) * x * give
-        idle = out == 0  # potentials of rows that send nothing may be NaN
-        out = out / whole
-        for k in range(1, len(moves)):  # the first one stays
-            sent[k].mul_(out).mul_(kept(k)).masked_fill_(idle, 0.0)
-        total = torch.zeros_like(scale)
-        for k in range(1, len(moves)):
-            back = moves.reverse[k]
-            net = (
-                sent[k]
-                if back is None
-                else (sent[k] - moves.ends(sent[back], 0.0)(k)).clamp_(min=0)
-            )
-            total += (net * moves.costs[k]).flatten(1).sum(1)
-        return total
+        high, low = s.flatten(1).amax(1), s.flatten(1).amin(1)
+        if bool((high - low > SPREAD).any()):
+            return super().net_cost()
+        moves, price = self.moves.like(x), per_image(psi, x)
+        column = torch.exp(s - per_image(0.5 * (high + low), s))
+        row = x * give / (column + moves.sums(column, torch.exp(-price * moves.ring_cost)))
+        net = moves.net_cost(row, column * keep, price)
+        idle = (scale == 0) | ~give.flatten(1).any(1)  # potentials may be NaN
+        return torch.where(idle, 0.0, scale * net)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,11 +20,6 @@ REPAIR_SWEEPS, PLAIN_SWEEPS = 64, 6
 then, and its image unsolved. After ``PLAIN_SWEEPS`` of them, pixels above the box send back twice
 their excess: mass that circulates among full pixels would take long to vanish otherwise."""
 
-SPREAD = 600.0
-"""Largest range of the potentials of an image, in nats. Their plan is then a product of factors
-that float64 represents: ``exp(-psi C)`` vanishes beyond 745 nats, and must not where a potential
-could still make up for it."""
-
 
 def image_sums(values: Tensor) -> Tensor:
     return values.sum((-3, -2, -1), dtype=torch.float64)
@@ -36,7 +30,6 @@ class PlanRows:
 
     Attributes:
         column: ``exp(s)``, scaled for each image.
-        rings: for each distinct cost, the sum of ``column`` over its moves.
         price, weights, norm, row: set by :meth:`at`.
     """
 
@@ -45,23 +38,14 @@ class PlanRows:
         flat = s.flatten(1)
         self.middle = per_image(0.5 * (flat.amin(1) + flat.amax(1)), s)
         self.column = torch.exp(s - self.middle)
-        ends = moves.ends(self.column, 0.0)
-        self.rings = [reduce(torch.add, map(ends, ring)) for ring in moves.rings]
 
     def at(self, psi: Tensor) -> PlanRows:
         """The plan at a price per image."""
         self.price = per_image(psi, self.x)
         self.weights = torch.exp(-self.price * self.moves.ring_cost)
-        self.norm = self._over_rings(self.weights)
+        self.norm = self.column + self.moves.sums(self.column, self.weights)
         self.row = self.x / self.norm
         return self
-
-    def _over_rings(self, weights: Tensor) -> Tensor:
-        """The sum of the rings with these weights."""
-        total = torch.zeros_like(self.x)
-        for weight, ring in zip(weights, self.rings, strict=True):
-            total.addcmul_(ring, weight)
-        return total
 
     def solve_price(
         self,
@@ -81,8 +65,9 @@ class PlanRows:
         for _ in range(steps):
             self.at(psi)
             paid = self.weights * ring_cost
-            mean = self._over_rings(paid) / self.norm
-            variance = self._over_rings(paid * ring_cost) / self.norm - mean.square()
+            mean = self.moves.sums(self.column, paid) / self.norm
+            square = self.moves.sums(self.column, paid * ring_cost) / self.norm
+            variance = square - mean.square()
             cost, slope = image_sums(self.x * mean), image_sums(self.x * variance.clamp(min=0.0))
             precise = tolerance(psi)
             inside = cost <= budget
@@ -96,7 +81,7 @@ class PlanRows:
             usable = (step > low) & (step < high) & (step < 100 * psi + 100)
             psi = torch.where(found, psi, torch.where(usable, step, middle))
             if bool(found.all()):
-                break
+                return psi
         self.at(psi)
         return psi
 
@@ -111,25 +96,26 @@ class PlanRows:
         return self.row * self.column
 
     def columns(self) -> Tensor:
-        return self.stays + self.column * self.moves.sums(self.weights, back=True)(self.row)
+        return self.stays + self.column * self.moves.sums(self.row, self.weights, back=True)
 
-    def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
-        """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""
-        sent = self.row * self.moves.sums(self.weights)(self.column * keep)
-        received = self.moves.sums(self.weights, back=True)(self.row * give)
-        return sent, self.column * received
+    def exchange(
+        self, keep: Tensor, give: Tensor, which: Tensor | slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """What each pixel of some images would send if ``give`` were 1, and receive if ``keep``
+        were 1."""
+        row, column, weights = self.row[which], self.column[which], self.weights[:, which]
+        received = self.moves.sums(row * give, weights, back=True)
+        return row * self.moves.sums(column * keep, weights), column * received
 
     def spent(self, keep: Tensor) -> Tensor:
         """Cost of the mass that each pixel would send if ``give`` were 1."""
         weights = self.weights * self.moves.ring_cost
-        return self.row * self.moves.sums(weights)(self.column * keep)
+        return self.row * self.moves.sums(self.column * keep, weights)
 
 
-def into_box(
-    rows: PlanRows, lo: float, hi: float, slack: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def into_box(rows: PlanRows, lo: float, hi: float, slack: float) -> Tensor:
     """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box up to
-    ``slack``; returns all four.
+    ``slack``; all four in one tensor.
 
     A column above ``hi`` sends its excess back along the arcs it came by, which may overfill the
     pixels it came from, and so on. In the last sweep no column counts on the mass that it sends
@@ -137,32 +123,30 @@ def into_box(
     rows need no repair (``lo <= 0``) the answer is the mixture of the last two that just keeps the
     box.
     """
-    x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
-    keep, give = torch.ones_like(x), torch.ones_like(x)
-    sent, received = rows.exchange(keep, give)
+    tiny, ones = torch.finfo(rows.x.dtype).tiny, torch.ones_like(rows.x)
+    found = torch.stack((ones, ones, *rows.exchange(ones, ones)))
     for sweep in range(REPAIR_SWEEPS + 1):
+        x, (keep, give, sent, received) = rows.x, found
         z = x - give * sent + keep * received
-        over, under = z > hi + slack, z < lo - slack
-        broken = (over | under).flatten(1).any(1)
-        if not bool(broken.any()):
+        broken = ((z > hi + slack) | (z < lo - slack)).flatten(1).any(1).nonzero()[:, 0]
+        if not len(broken):
             break
-        counted, more = 1.0, float(sweep >= PLAIN_SWEEPS)
-        if sweep == REPAIR_SWEEPS:
-            counted, more = 0.0, 0.0
-            over = per_image(broken, x).expand_as(x)
-            under = over if lo > 0 else under
+        x, z, (keep, give, sent, received) = x[broken], z[broken], found[:, broken]
+        last = sweep == REPAIR_SWEEPS
+        counted, more = float(not last), float(PLAIN_SWEEPS <= sweep < REPAIR_SWEEPS)
         above, below = more * (z - hi).clamp(min=0.0), more * (lo - z).clamp(min=0.0)
         room = ((hi - x + counted * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
         spare = ((x - lo + counted * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
         kept, had_sent = keep, sent
-        keep = torch.where(over, torch.minimum(keep, room), keep)
-        give = torch.where(under, torch.minimum(give, spare), give)
-        sent, received = rows.exchange(keep, give)
-        if sweep == REPAIR_SWEEPS and lo <= 0.0:
+        keep = torch.where((z > hi + slack) | last, torch.minimum(keep, room), keep)
+        give = torch.where((z < lo - slack) | (last and lo > 0), torch.minimum(give, spare), give)
+        sent, received = rows.exchange(keep, give, broken)
+        if last and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
             part = torch.where(
                 excess > slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z)
             )
             way = per_image(part.flatten(1).amax(1), part)
             keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)
-    return keep, give, sent, received
+        found[:, broken] = torch.stack((keep, give, sent, received))
+    return found

@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.cost import Moves, StencilMoves
-from wball.kernels.plan_rows import SPREAD
+from wball.plan import SPREAD
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MAX_ON_CHIP = 4096

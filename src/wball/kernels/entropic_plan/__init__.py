@@ -50,7 +50,7 @@ from torch import Tensor
 from wball.cost import Moves
 from wball.inputs import per_image
 from wball.kernels import dispatch
-from wball.kernels.plan_rows import SPREAD
+from wball.plan import SPREAD
 
 COLD_PRICE = 10.0
 """First price of the search when no warm start is given."""

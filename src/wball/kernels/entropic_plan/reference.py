@@ -39,7 +39,9 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     keep, give, sent, received = into_box(plan, lo, hi, slack)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     z, psi, q, kept, given = (t.to(dtype) for t in (z, psi, q, keep, give))
-    return pulled_back(request, z, _costs(plan, keep, give), psi, q, (kept, given))
+    cost = image_sums(give * plan.spent(keep))
+    net = moves.net_cost(plan.row * give, plan.column * keep, plan.price)
+    return pulled_back(request, z, (cost, net), psi, q, (kept, given))
 
 
 def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
@@ -50,19 +52,3 @@ def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
     ahead = new + momentum * (new - before)
     ahead = torch.where(new < 0, ahead.clamp(max=0.0), ahead.clamp(0.0, 50.0))
     return torch.where((new != 0) & ((new - q) * (new - before) >= 0), ahead, new)
-
-
-def _costs(plan: PlanRows, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
-    moves, row = plan.moves, plan.row * give
-    ends, cost = moves.ends(plan.column * keep, 0.0), image_sums(give * plan.spent(keep))
-
-    def flow(k: int) -> Tensor:
-        return row * torch.exp(-plan.price * moves.costs[k]) * ends(k)
-
-    net = torch.zeros_like(cost)
-    for k in range(1, len(moves)):
-        sent, reverse = flow(k), moves.reverse[k]
-        if reverse is not None:
-            sent = (sent - moves.ends(flow(reverse), 0.0)(k)).clamp(min=0.0)
-        net += image_sums(sent * moves.costs[k])
-    return cost, net

@@ -30,7 +30,6 @@ from wball.kernels.entropic_plan import (
     EntropicPlan,
     PlanRequest,
 )
-from wball.kernels.plan_rows import SPREAD
 from wball.kernels.triton_flows import FlowBox, RowPlan, flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
@@ -51,6 +50,7 @@ from wball.kernels.triton_stencil import (
     warps,
 )
 from wball.kernels.triton_stencil import why_not as _why_not
+from wball.plan import SPREAD
 
 _COLD_PRICE, _COST_TOL, _RANGE, _SPREAD, _KAPPA, _PACE, _PACING = map(
     tl.constexpr, (COLD_PRICE, COST_TOL, RANGE, SPREAD, KAPPA, PACE, PACING)

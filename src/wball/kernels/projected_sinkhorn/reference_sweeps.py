@@ -11,7 +11,8 @@ from torch import Tensor
 
 from wball.inputs import per_image
 from wball.kernels import projected_sinkhorn as settings
-from wball.kernels.plan_rows import SPREAD, PlanRows, image_sums
+from wball.kernels.plan_rows import PlanRows, image_sums
+from wball.plan import SPREAD
 
 TINY = 1e-300
 

@@ -24,8 +24,8 @@ import math
 
 from wball.kernels.compiled import compiled, exp, log
 from wball.kernels.factors import SUMS, TINY, correlate
-from wball.kernels.plan_rows import SPREAD
 from wball.kernels.projected_sinkhorn import DEPENDENT, FAR, MEMORY
+from wball.plan import SPREAD
 
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
