@@ -88,6 +88,9 @@ SPENT, SPENT_LINEAR = 0.02, 0.3
 """The cost of a solved step is within this fraction of the budget from it, and with linear columns
 also within this fraction of what the plan moved: at a price a little too high, their plans drift
 back step by step."""
+ROUNDING = 1e-15
+"""Residuals are rounded by this times ``sigma`` times the terms of the dual (``Problem.noise``). A
+step whose centre is the solution moves nothing, and no residual is small beside that."""
 WARM = 8.0
 """Factor on the first ``sigma`` where ``u`` is the solution of a similar problem."""
 GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
@@ -107,9 +110,10 @@ at last."""
 RELAX = 0.25
 """Factor on ``stiffness`` after each Newton step that was not shortened: some columns have far to
 go."""
-INNER, CG_MAX, HALVINGS = 20, 300, 25
+INNER, CG_MAX, HALVINGS = 60, 300, 25
 """Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
-search, at most."""
+search, at most. Images whose columns are nearly all full need up to 40 for the first proximal
+step; with 20 they began again with smaller and smaller ``sigma`` and needed twice the steps."""
 MOST = 1e8
 """The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of
 their sums."""

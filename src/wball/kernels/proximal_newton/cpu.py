@@ -451,12 +451,12 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
     n, target, linear, method = u.size, p.target, p.linear, step.method
     new_u, new_gradient, d = np.empty(n), np.empty(n), np.empty(n)
     dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
-    taken, stiffness = 0, method.stiffness
+    taken, stiffness, off = 0, method.stiffness, settings.ROUNDING * step.sigma * p.noise
     while True:
-        solved = _norm(gradient) <= method.settled * step.precision * moved
+        solved = _norm(gradient) <= method.settled * step.precision * moved + off
         solved = solved and abs(slope) <= settings.SPENT * step.precision * p.budget
         if linear and p.tau == 0.0:
-            solved = solved and abs(slope) <= settings.SPENT_LINEAR * moved + 1e-13 * p.budget
+            solved = solved and abs(slope) <= settings.SPENT_LINEAR * moved + off
             solved = solved and taken > 0  # or plans drift along prices that are never corrected
         if solved or taken >= min(settings.INNER, left) or p.stop[0] != 0:
             return psi, dual - pull + psi * abs(slope), taken, solved

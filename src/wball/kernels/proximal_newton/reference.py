@@ -102,13 +102,13 @@ def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tens
     and whether solved."""
     at = evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
-    method = settings.method(problem)
+    method, off = settings.method(problem), settings.ROUNDING * step.sigma * problem.noise
     precise, stiffness = method.settled * step.precision, torch.full_like(at.psi, method.stiffness)
     while True:
-        settled = at.gradient.flatten(1).norm(dim=1) <= precise * at.moved
+        settled = at.gradient.flatten(1).norm(dim=1) <= precise * at.moved + off
         solved = settled & (at.slope.abs() <= settings.SPENT * step.precision * problem.budget)
         if problem.exact and problem.columns.linear:
-            solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
+            solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + off
             solved &= taken > 0  # otherwise plans drift along prices that are never corrected
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):

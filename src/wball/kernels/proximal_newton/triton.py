@@ -84,15 +84,15 @@ photographs."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_LINEAR)
-GROWTH, SHRINK, RELAX = map(tl.constexpr, (settings.GROWTH, settings.SHRINK, settings.RELAX))
-SLIDE = tl.constexpr(settings.SLIDE)
-QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
-CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
-WARM, MOST = tl.constexpr(settings.WARM), tl.constexpr(settings.MOST)
-COOLING = tl.constexpr(settings.COOLING)
-SHARPER, SHARPEST = tl.constexpr(settings.SHARPER), tl.constexpr(settings.SHARPEST)
-PATIENCE, PROMISING = tl.constexpr(settings.PATIENCE), tl.constexpr(settings.PROMISING)
+(
+    SPENT, SPENT_LINEAR, ROUNDING, GROWTH, SHRINK, RELAX, SLIDE, QUICK, SLOW, INNER, CG_MAX,
+    HALVINGS, WARM, MOST, COOLING, SHARPER, SHARPEST, PATIENCE, PROMISING,
+) = map(tl.constexpr, (
+    settings.SPENT, settings.SPENT_LINEAR, settings.ROUNDING, settings.GROWTH, settings.SHRINK,
+    settings.RELAX, settings.SLIDE, settings.QUICK, settings.SLOW, settings.INNER,
+    settings.CG_MAX, settings.HALVINGS, settings.WARM, settings.MOST, settings.COOLING,
+    settings.SHARPER, settings.SHARPEST, settings.PATIENCE, settings.PROMISING,
+))  # fmt: skip
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -564,11 +564,12 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
-                solved = (size <= METHOD.settled * precision * moved) & (
+                off = ROUNDING * sigma * noise
+                solved = (size <= METHOD.settled * precision * moved + off) & (
                     tl.abs(slope) <= SPENT * precision * budget
                 )
                 if LINEAR and EXACT:
-                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
+                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + off)
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
