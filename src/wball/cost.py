@@ -37,8 +37,7 @@ class Moves(ABC):
     move out of pixel ``(r, c)``. ``cost`` broadcasts against it. Moves that would leave the image
     have entries, but carry no mass.
 
-    Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`). There, move
-    0 stays, and moves of the same number end in different pixels.
+    Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`).
     """
 
     shape: tuple[int, int]
@@ -275,8 +274,7 @@ def _overlap(size: int, step: int) -> tuple[slice, slice]:
 class DenseMoves(Moves):
     """The moves of a matrix cost: from every pixel to every pixel.
 
-    Arc tensors list them by target: ``K = H * W``. One at a time, the ``k``-th goes from ``i`` to
-    ``i + k`` modulo ``n``, so that each is its own ring.
+    The ``k``-th move ends at pixel ``k``, and is its own ring.
     """
 
     def __init__(self, matrix: Tensor, shape: tuple[int, int], like: Tensor) -> None:
@@ -286,22 +284,8 @@ class DenseMoves(Moves):
         by_target = self._matrix.nan_to_num(posinf=0.0).T.reshape(-1, *shape)
         self.cost = by_target.to(like.dtype)
         self.allowed = finite.T.reshape(-1, *shape)
-
-    @cached_property
-    def _by_shift(self) -> tuple[Tensor, Tensor]:
-        """Cost and permission of the moves one at a time, ``(n, H, W)``."""
-        n = len(self)
-        start = torch.arange(n, device=self._matrix.device)
-        cost = self._matrix[start, (start + start[:, None]) % n].view(n, *self.shape)
-        return cost.nan_to_num(posinf=0.0).to(self.cost.dtype), torch.isfinite(cost)
-
-    @property
-    def rings(self) -> Sequence[Sequence[int]]:  # type: ignore[override]
-        return [[k] for k in range(len(self))]
-
-    @property
-    def ring_cost(self) -> Tensor:  # type: ignore[override]
-        return self._by_shift[0].view(-1, 1, 1, *self.shape)
+        self.ring_cost = self.cost[:, None, None]
+        self.rings = [[k] for k in range(len(self))]
 
     def like(self, values: Tensor) -> DenseMoves:
         if values.dtype == self.cost.dtype and values.device == self.cost.device:
@@ -327,21 +311,13 @@ class DenseMoves(Moves):
         return torch.eye(n, dtype=torch.bool, device=self.allowed.device).reshape(n, *self.shape)
 
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
-        allowed, nothing = self._by_shift[1], torch.full_like(values, outside)
-        return lambda k: torch.where(
-            allowed[k], values.flatten(-2).roll(-k, -1).view(values.shape), nothing
-        )
+        at = values.flatten(2)[..., None, None]
+        return lambda k: torch.where(self.allowed[k], at[:, :, k], outside)
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
-        total, allowed = torch.zeros_like(values), self._by_shift[1]
-        ends = self.ends(values, 0.0)
-        for k in range(1, len(self)):
-            if back:
-                sent = torch.where(allowed[k], values * weights[k], 0.0)
-                total += sent.flatten(-2).roll(k, -1).view(sent.shape)
-            else:
-                total.addcmul_(ends(k), weights[k])
-        return total
+        moving = torch.where(self.allowed & ~self.stay(), weights[:, :, 0].movedim(1, 0), 0.0)
+        plan = moving.flatten(2).mT if back else moving.flatten(2)
+        return (values.flatten(2) @ plan).view_as(values)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ from wball.attacks.attack import (
 from wball.attacks.recording import RECORDERS, WORTH, recorded
 from wball.ball import Ball
 from wball.inputs import per_image
-from wball.kernels import dispatch
 from wball.model import ask, check_classes, full_precision, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
 
@@ -518,7 +517,7 @@ class GradientAttack(Attack):
             else:
                 loop.step()
                 # A kernel that reads from the GPU cannot be recorded.
-                wanted &= not batch.x.is_cuda or state.kernel in dispatch.NEVER_READS
+                wanted &= not batch.x.is_cuda or state.kernel == "triton"
 
     def attack_batch(
         self, task: Task, generator: torch.Generator, progress: StepCount | None = None

@@ -54,9 +54,6 @@ AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "cpu", "torch")}
 """Device -> what ``auto`` tries, in this order. A ``cpu`` kernel that accepts images of a GPU works
 on the host."""
 
-NEVER_READS = frozenset({"triton"})
-"""Kernels that leave all their decisions to the GPU, so that the host waits for nothing."""
-
 WORTHWHILE = 200_000
 """Moves of work below which another thread costs more than it saves."""
 

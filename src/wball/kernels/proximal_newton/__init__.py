@@ -33,6 +33,7 @@ term: both are sound.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from wball.kernels import dispatch
 from wball.kernels.column_problem import Best, Problem
+from wball.plan import Plan
 
 
 class Method(NamedTuple):
@@ -89,8 +91,8 @@ SPENT, SPENT_LINEAR = 0.02, 0.3
 also within this fraction of what the plan moved: at a price a little too high, their plans drift
 back step by step."""
 ROUNDING = 1e-15
-"""Residuals are rounded by this times ``sigma`` times the terms of the dual (``Problem.noise``). A
-step whose centre is the solution moves nothing, and no residual is small beside that."""
+"""Residuals are rounded by this times ``sigma``, the range of ``u`` and the mass. A step whose centre
+is the solution moves nothing, and no residual is small beside that."""
 WARM = 8.0
 """Factor on the first ``sigma`` where ``u`` is the solution of a similar problem."""
 GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
@@ -110,13 +112,17 @@ at last."""
 RELAX = 0.25
 """Factor on ``stiffness`` after each Newton step that was not shortened: some columns have far to
 go."""
-INNER, CG_MAX, HALVINGS = 60, 300, 25
+INNER, CG_MAX, HALVINGS = 45, 300, 25
 """Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
-search, at most. Images whose columns are nearly all full need up to 40 for the first proximal
+search, at most. Images whose columns are nearly all full need up to 35 for the first proximal
 step; with 20 they began again with smaller and smaller ``sigma`` and needed twice the steps."""
 MOST = 1e8
 """The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of
 their sums."""
+NEARLY = 1e-6
+"""Columns this close to ``hi`` count as full while a problem is solved. Resized photographs have
+white pixels a rounding error below 1: such room is worth nothing, but each of it was a kink of the
+dual, and most such images were not solved."""
 PATIENCE = 30
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
@@ -128,44 +134,41 @@ The repair costs more than a step and never narrows the gap."""
 def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> tuple[Tensor, str]:
-    """Improve ``best`` for the unsolved images. Images that one kernel does not solve are passed on
-    to the next.
+    """Improve ``best`` for the unsolved images.
 
     Args:
         problem: what to minimise.
         start: column potentials to start from.
-        max_iter: Newton steps of a kernel per image.
+        max_iter: Newton steps per image.
         best: the best plans and bounds, improved in place.
         warm: whether ``start`` and ``best.psi`` solve a similar problem.
 
     Returns:
-        The Newton steps used per image, and the names of the kernels that served.
+        The Newton steps used per image, and the name of the kernel that served.
     """
-    n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), list[str]()
-    for kernel in _kernels(problem):
-        todo = problem.todo(best)
-        if not todo.numel():
-            break
-        if served:  # continue from what the last kernel found
-            start, warm = best.u.clone(), True
-        served.append(kernel)
-        solve = dispatch.load("proximal_newton", kernel).proximal_newton
-        home = torch.device("cpu") if kernel == "cpu" else problem.x.device
-        if len(todo) == len(problem.x) and home == problem.x.device:
-            n_iter += solve(problem, start, max_iter, best, warm=warm)
-        else:
-            part, here = best.take(todo, home), problem.take(todo).to(home)
-            steps = solve(here, start[todo].to(home), max_iter, part, warm=warm)
-            n_iter[todo] += steps.to(n_iter.device)
-            best.put(todo, part)
-    return n_iter, "+".join(sorted(served)) or "none"
-
-
-def _kernels(problem: Problem) -> list[str]:
-    """The kernels to try, in order. Triton cannot check its progress."""
-    kernel = dispatch.choose("proximal_newton", problem.x, problem.moves)
-    if kernel not in dispatch.NEVER_READS:
-        return [kernel]
-    refused = dispatch.why_not("proximal_newton", "cpu", problem.x, problem.moves)
-    successor = "cpu" if refused is None else "torch"
-    return [kernel, successor]
+    x, hi, limits = problem.x, problem.columns.hi, problem.tolerance
+    full = torch.where((x < hi) & (x > hi * (1 - NEARLY)), hi, x)
+    if bool((full > x).any()):
+        strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
+        nearby = replace(problem, x=full, tolerance=strict)
+        found = proximal_newton(nearby, start, max_iter, best, warm=warm)
+        plan = Plan(problem.moves, best.flow * (x / full.clamp(min=1e-300)).unsqueeze(2))
+        bounds = problem.lower_bounds(best.u, best.psi)
+        truth = (plan.flow, plan.columns(), problem.objective(plan), *bounds)
+        known = (best.flow, best.z, best.primal, best.dual, best.hard)
+        for book, value in zip(known, truth, strict=True):
+            book.copy_(value)
+        return found
+    kernel = dispatch.choose("proximal_newton", x, problem.moves)
+    n_iter, todo = torch.zeros_like(best.primal, dtype=torch.long), problem.todo(best)
+    if not todo.numel():
+        return n_iter, "none"
+    solve = dispatch.load("proximal_newton", kernel).proximal_newton
+    home = torch.device("cpu") if kernel == "cpu" else x.device
+    if len(todo) == len(x) and home == x.device:
+        return solve(problem, start, max_iter, best, warm=warm), kernel
+    part, here = best.take(todo, home), problem.take(todo).to(home)
+    steps = solve(here, start[todo].to(home), max_iter, part, warm=warm)
+    n_iter[todo] = steps.to(n_iter.device)
+    best.put(todo, part)
+    return n_iter, kernel

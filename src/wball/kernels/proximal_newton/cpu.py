@@ -451,7 +451,8 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
     n, target, linear, method = u.size, p.target, p.linear, step.method
     new_u, new_gradient, d = np.empty(n), np.empty(n), np.empty(n)
     dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
-    taken, stiffness, off = 0, method.stiffness, settings.ROUNDING * step.sigma * p.noise
+    taken, stiffness = 0, method.stiffness
+    off = settings.ROUNDING * step.sigma * _range(u) * p.mass.sum()
     while True:
         solved = _norm(gradient) <= method.settled * step.precision * moved + off
         solved = solved and abs(slope) <= settings.SPENT * step.precision * p.budget

@@ -523,6 +523,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
     trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
     d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
     # A linear dual is a difference of sums, which round in proportion to their own size.
+    total_mass = tl.sum(x, 0)
     noise = zero if EXACT and LINEAR == False else tl.sum(x * tl.abs(w), 0)
     steps, taken, halved, idle, tried = none, none, none, none, none
     phase = tl.where(warm != 0, none + START, none + PRICE)
@@ -564,7 +565,7 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
-                off = ROUNDING * sigma * noise
+                off = ROUNDING * sigma * span * total_mass
                 solved = (size <= METHOD.settled * precision * moved + off) & (
                     tl.abs(slope) <= SPENT * precision * budget
                 )
