@@ -91,8 +91,8 @@ SPENT, SPENT_LINEAR = 0.02, 0.3
 also within this fraction of what the plan moved: at a price a little too high, their plans drift
 back step by step."""
 ROUNDING = 1e-15
-"""Residuals are rounded by this times ``sigma``, the range of ``u`` and the mass. A step whose centre
-is the solution moves nothing, and no residual is small beside that."""
+"""Residuals are rounded by this times ``sigma``, the range of ``u`` and the mass. A step whose
+centre is the solution moves nothing, and no residual is small beside that."""
 WARM = 8.0
 """Factor on the first ``sigma`` where ``u`` is the solution of a similar problem."""
 GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
