@@ -565,12 +565,12 @@ def _solve_kernel(given, best, scratch, table, one, max_iter, warm, CASE: tl.con
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)
-                off = ROUNDING * sigma * span * total_mass
-                solved = (size <= METHOD.settled * precision * moved + off) & (
+                rounded = ROUNDING * sigma * span * total_mass
+                solved = (size <= METHOD.settled * precision * moved + rounded) & (
                     tl.abs(slope) <= SPENT * precision * budget
                 )
                 if LINEAR and EXACT:
-                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + off)
+                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + rounded)
                     solved = solved & (taken > 0)  # or plans drift along uncorrected prices
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
