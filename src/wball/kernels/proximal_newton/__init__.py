@@ -151,12 +151,13 @@ def proximal_newton(
     if bool((full > x).any()):
         strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
         nearby = replace(problem, x=full, tolerance=strict)
+        share = torch.where(full > x, x / full, 1.0).unsqueeze(2)
+        best.flow.div_(share)
         found = proximal_newton(nearby, start, max_iter, best, warm=warm)
-        plan = Plan(problem.moves, best.flow * (x / full.clamp(min=1e-300)).unsqueeze(2))
+        plan = Plan(problem.moves, best.flow.mul_(share))
         bounds = problem.lower_bounds(best.u, best.psi)
-        truth = (plan.flow, plan.columns(), problem.objective(plan), *bounds)
-        known = (best.flow, best.z, best.primal, best.dual, best.hard)
-        for book, value in zip(known, truth, strict=True):
+        truth = (plan.columns(), problem.objective(plan), *bounds)
+        for book, value in zip((best.z, best.primal, best.dual, best.hard), truth, strict=True):
             book.copy_(value)
         return found
     kernel = dispatch.choose("proximal_newton", x, problem.moves)
