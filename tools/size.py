@@ -17,13 +17,13 @@ ROOT_MODULES = "src/wball/*.py"
 SMALL = tuple(f"src/wball/{name}" for name in ("report", "data", "storage", "ball", "zoo"))
 # A package may give tokens to another as long as the sum holds.
 CEILINGS: dict[tuple[str, ...], int] = {
-    ("src/wball",): 249_840,
+    ("src/wball",): 249_845,
     ("src/wball/kernels",): 67_730,
     ("src/wball/certificates",): 51_655,
     ("src/wball/attacks",): 33_950,
     ("src/wball/training",): 12_290,
     ("src/wball/evaluation",): 15_760,
-    (ROOT_MODULES,): 14_470,
+    (ROOT_MODULES,): 14_475,
     ("src/wball/cli",): 9_865,
     ("src/wball/input_sets",): 8_570,
     ("src/wball/solvers",): 6_770,

@@ -229,27 +229,27 @@ class StencilMoves(Moves):
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
         # A convolution of each plane: one pass over the images instead of one a move.
-        kernel = F.pad(weights.flatten(1), (0, 0, 0, 1))[self._ring_at].movedim(2, 0)
-        kernel = kernel.flip(1, 2) if back else kernel
+        kernel = torch.tensordot(weights.flatten(1), self._windows[int(back)], ([0], [0]))
+        kernel = kernel.repeat_interleave(values.shape[1], 0).unsqueeze(1)
         planes = values.flatten(0, 1)
         if not len(planes):
             return values
-        kernel = kernel.repeat_interleave(values.shape[1], 0).unsqueeze(1)
         sums = F.conv2d(planes[None], kernel, padding=self.radius, groups=len(planes))
         return sums.view_as(values)
 
     @cached_property
-    def _ring_at(self) -> Tensor:
-        """The ring of each place in the window; staying and places without a move have a number
-        that no ring has."""
-        none = len(self.rings)
+    def _windows(self) -> tuple[Tensor, Tensor]:
+        """The places of each ring in the window, ``(D, rows, columns)``, without staying; and of
+        its reverse moves."""
+        (rows, columns), count = self.radius, len(self.rings)
         with torch.inference_mode(False):
-            table = torch.full([2 * reach + 1 for reach in self.radius], none)
+            table = torch.zeros(count, 2 * rows + 1, 2 * columns + 1, dtype=self._like.dtype)
             for d, ring in enumerate(self.rings):
                 for k in ring:
                     r, c = self.offsets[k]
-                    table[self.radius[0] + r, self.radius[1] + c] = d if k else none
-            return table.to(self._like.device)
+                    table[d, rows + r, columns + c] = float(k > 0)
+            table = table.to(self._like.device)
+            return table, table.flip(1, 2)
 
     def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
         to, back, total = self.ends(column, 0.0), self.ends(row, 0.0), row.new_zeros(len(row))
