@@ -17,8 +17,8 @@ ROOT_MODULES = "src/wball/*.py"
 SMALL = tuple(f"src/wball/{name}" for name in ("report", "data", "storage", "ball", "zoo"))
 # A package may give tokens to another as long as the sum holds.
 CEILINGS: dict[tuple[str, ...], int] = {
-    ("src/wball",): 249_845,
-    ("src/wball/kernels",): 67_730,
+    ("src/wball",): 249_900,
+    ("src/wball/kernels",): 67_785,
     ("src/wball/certificates",): 51_655,
     ("src/wball/attacks",): 33_950,
     ("src/wball/training",): 12_290,

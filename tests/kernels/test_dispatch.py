@@ -129,18 +129,15 @@ def test_results_name_the_kernels_that_served(monkeypatch: pytest.MonkeyPatch) -
     )
     assert ball.support(x, g).kernel == "cpu" and ball.project(x, x + g, reg=100.0).kernel == "cpu"
     unboxed = WassersteinBall(0.2, GridCost(3), box=None)
-    assert unboxed.support(x, g).kernel == "torch", (
-        "the price of a problem without a box is found in torch"
-    )
-    assert ball.project(torch.zeros_like(x), g).kernel == "none", (
-        "nothing to compute for black images"
-    )
+    # The price of a problem without a box is found in torch.
+    assert unboxed.support(x, g).kernel == "torch"
+    # Nothing to compute for black images.
+    assert ball.project(torch.zeros_like(x), g).kernel == "none"
     pytest.importorskip("triton")
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-3).kernel == "triton"
-    assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-8).kernel == "triton", (
-        "in double precision"
-    )
+    # In double precision.
+    assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-8).kernel == "triton"
 
 
 @pytest.mark.gpu
@@ -159,7 +156,7 @@ def test_exact_results_of_a_gpu_are_those_of_the_host() -> None:
     maximum, expected = ball.support(x.cuda(), g.cuda()), ball.support(x, g)
     torch.testing.assert_close(maximum.value.cpu(), expected.value, rtol=1e-4, atol=0)
     wide = ball.project(x.cuda(), w.cuda(), reg=1e8, tol=1e-3)
-    assert wide.kernel == "triton", "Newton's method goes on where sweeps end"
+    assert wide.kernel == "triton"  # Newton's method goes on where sweeps end
 
 
 def test_importing_the_library_imports_no_compiler() -> None:

@@ -228,15 +228,9 @@ class Best:
     u: Tensor
     psi: Tensor
 
-    def take(self, index: Tensor, device: torch.device) -> Best:
+    def take(self, index: Tensor | slice, device: torch.device) -> Best:
         """A copy of the state of a subset of the images."""
         return Best(*(getattr(self, f.name)[index].to(device).contiguous() for f in fields(self)))
-
-    def put(self, index: Tensor, part: Best) -> None:
-        """Write the state of a subset of the images."""
-        for f in fields(self):
-            book = getattr(self, f.name)
-            book[index] = getattr(part, f.name).to(book.device)
 
     def keep_plan(self, index: Tensor, plan: Plan, primal: Tensor) -> None:
         """Keep feasible plans where they are the best so far."""

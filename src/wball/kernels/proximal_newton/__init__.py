@@ -147,29 +147,36 @@ def proximal_newton(
         The Newton steps used per image, and the name of the kernel that served.
     """
     x, hi, limits = problem.x, problem.columns.hi, problem.tolerance
+    n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
     full = torch.where((x < hi) & (x > hi * (1 - NEARLY)), hi, x)
     if bool((full > x).any()):
         strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
         nearby = replace(problem, x=full, tolerance=strict)
-        share = torch.where(full > x, x / full, 1.0).unsqueeze(2)
+        share = (x / full).nan_to_num(1.0).unsqueeze(2)
         best.flow.div_(share)
-        found = proximal_newton(nearby, start, max_iter, best, warm=warm)
+        n_iter, served = proximal_newton(nearby, start, max_iter, best, warm=warm)
         plan = Plan(problem.moves, best.flow.mul_(share))
-        bounds = problem.lower_bounds(best.u, best.psi)
-        truth = (plan.columns(), problem.objective(plan), *bounds)
-        for book, value in zip((best.z, best.primal, best.dual, best.hard), truth, strict=True):
-            book.copy_(value)
-        return found
-    kernel = dispatch.choose("proximal_newton", x, problem.moves)
-    n_iter, todo = torch.zeros_like(best.primal, dtype=torch.long), problem.todo(best)
+        dual, hard = problem.lower_bounds(best.u, best.psi)
+        best.dual.copy_(dual)
+        best.hard.copy_(hard)
+        best.z.copy_(plan.columns())
+        best.primal.copy_(problem.objective(plan))
+        start, warm = best.u.clone(), True
+    kernel, todo = dispatch.choose("proximal_newton", x, problem.moves), problem.todo(best)
     if not todo.numel():
-        return n_iter, "none"
+        return n_iter, served
     solve = dispatch.load("proximal_newton", kernel).proximal_newton
     home = torch.device("cpu") if kernel == "cpu" else x.device
-    if len(todo) == len(x) and home == x.device:
+    if len(todo) == len(x) and home == x.device and served == "none":
         return solve(problem, start, max_iter, best, warm=warm), kernel
-    part, here = best.take(todo, home), problem.take(todo).to(home)
-    steps = solve(here, start[todo].to(home), max_iter, part, warm=warm)
-    n_iter[todo] = steps.to(n_iter.device)
-    best.put(todo, part)
+    here = problem.take(todo)
+    still = here.objective(Plan.identity(here.moves, here.x))
+    found = here.at_centre(still, best.dual[todo])
+    found.psi.copy_(best.psi[todo])
+    part = found.take(slice(None), home)
+    here, start = here.to(home), start[todo].to(home)
+    n_iter[todo] += solve(here, start, max_iter, part, warm=warm).to(x.device)
+    found = part.take(slice(None), x.device)
+    best.keep_plan(todo, Plan(problem.moves, found.flow), found.primal)
+    best.keep_duals(todo, found.u, found.psi, (found.dual, found.hard))
     return n_iter, kernel
