@@ -229,7 +229,7 @@ class StencilMoves(Moves):
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
         # A convolution of each plane: one pass over the images instead of one a move.
-        kernel = torch.tensordot(weights.flatten(1), self._windows[int(back)], ([0], [0]))
+        kernel = torch.tensordot(weights.flatten(1), self._windows[back], ([0], [0]))
         kernel = kernel.repeat_interleave(values.shape[1], 0).unsqueeze(1)
         planes = values.flatten(0, 1)
         if not len(planes):
@@ -247,7 +247,7 @@ class StencilMoves(Moves):
             for d, ring in enumerate(self.rings):
                 for k in ring:
                     r, c = self.offsets[k]
-                    table[d, rows + r, columns + c] = float(k > 0)
+                    table[d, rows + r, columns + c] = k > 0
             table = table.to(self._like.device)
             return table, table.flip(1, 2)
 

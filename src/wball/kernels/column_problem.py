@@ -228,9 +228,9 @@ class Best:
     u: Tensor
     psi: Tensor
 
-    def take(self, index: Tensor | slice, device: torch.device) -> Best:
-        """A copy of the state of a subset of the images."""
-        return Best(*(getattr(self, f.name)[index].to(device).contiguous() for f in fields(self)))
+    def to(self, device: torch.device) -> Best:
+        """The state on the device of a kernel."""
+        return Best(*(getattr(self, f.name).to(device).contiguous() for f in fields(self)))
 
     def keep_plan(self, index: Tensor, plan: Plan, primal: Tensor) -> None:
         """Keep feasible plans where they are the best so far."""

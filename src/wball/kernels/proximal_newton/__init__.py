@@ -39,6 +39,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wball.inputs import per_image
 from wball.kernels import dispatch
 from wball.kernels.column_problem import Best, Problem
 from wball.plan import Plan
@@ -148,8 +149,9 @@ def proximal_newton(
     """
     x, hi, limits = problem.x, problem.columns.hi, problem.tolerance
     n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
-    full = torch.where((x < hi) & (x > hi * (1 - NEARLY)), hi, x)
-    if bool((full > x).any()):
+    near = (x < hi) & (x > hi * (1 - NEARLY)) & ~per_image(problem.single, x)
+    changed, full = near.flatten(1).any(1), torch.where(near, hi, x)
+    if bool(changed.any()):
         strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
         nearby = replace(problem, x=full, tolerance=strict)
         share = (x / full).nan_to_num(1.0).unsqueeze(2)
@@ -157,11 +159,10 @@ def proximal_newton(
         n_iter, served = proximal_newton(nearby, start, max_iter, best, warm=warm)
         plan = Plan(problem.moves, best.flow.mul_(share))
         dual, hard = problem.lower_bounds(best.u, best.psi)
-        best.dual.copy_(dual)
-        best.hard.copy_(hard)
+        best.dual.copy_(torch.where(changed, dual, best.dual))
+        best.hard.copy_(torch.where(changed, hard, best.hard))
         best.z.copy_(plan.columns())
         best.primal.copy_(problem.objective(plan))
-        start, warm = best.u.clone(), True
     kernel, todo = dispatch.choose("proximal_newton", x, problem.moves), problem.todo(best)
     if not todo.numel():
         return n_iter, served
@@ -170,13 +171,12 @@ def proximal_newton(
     if len(todo) == len(x) and home == x.device and served == "none":
         return solve(problem, start, max_iter, best, warm=warm), kernel
     here = problem.take(todo)
-    still = here.objective(Plan.identity(here.moves, here.x))
-    found = here.at_centre(still, best.dual[todo])
+    found = here.at_centre(here.columns.objective(here.x), best.dual[todo])
     found.psi.copy_(best.psi[todo])
-    part = found.take(slice(None), home)
+    part = found.to(home)
     here, start = here.to(home), start[todo].to(home)
     n_iter[todo] += solve(here, start, max_iter, part, warm=warm).to(x.device)
-    found = part.take(slice(None), x.device)
+    found = part.to(x.device)
     best.keep_plan(todo, Plan(problem.moves, found.flow), found.primal)
     best.keep_duals(todo, found.u, found.psi, (found.dual, found.hard))
     return n_iter, kernel

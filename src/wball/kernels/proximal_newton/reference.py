@@ -102,8 +102,8 @@ def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tens
     and whether solved."""
     at = evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
-    method, mass = settings.method(problem), problem.x.flatten(1).sum(1)
-    off = settings.ROUNDING * step.sigma * spread(step.u) * mass
+    method = settings.method(problem)
+    off = settings.ROUNDING * step.sigma * spread(step.u) * problem.x.flatten(1).sum(1)
     precise, stiffness = method.settled * step.precision, torch.full_like(at.psi, method.stiffness)
     while True:
         settled = at.gradient.flatten(1).norm(dim=1) <= precise * at.moved + off
