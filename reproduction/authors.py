@@ -75,15 +75,14 @@ def draw(data: Data) -> Figure:
         "scripts": "as in the scripts (p = 2, 7 x 7)",
     }
     panels = [(titles[s], [(r["label"], r[s]["curve"]) for r in data["rows"]]) for s in SOURCES]
-    return curves(panels, data["unit"])
+    return curves(panels, "mass fraction x px$^p$")
 
 
 REMARKS = [
     "Published: the table in the authors' README. *Text*: moves cost their length, 5 x 5 plans, radii "
     "from 0.3. *Scripts*: moves cost the square, 7 x 7 plans, radii from 0.7. Both clamp after the "
     "projection.",
-    "The authors threshold an image once and attack the network behind it. With the threshold "
-    "inside, as in a deployed defence, the gradient passes straight through.",
+    "The authors threshold an image once and attack the network behind it.",
 ]
 
 RECIPE = Recipe(

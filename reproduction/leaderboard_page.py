@@ -73,7 +73,7 @@ def _certified(
             f"{100 * row['certificate']['clean']:.1f}",
             *(column[place] for column in cells),
             "; ".join(
-                f"{100 * found['proved']:.1f} at {found['eps']:g} ({found['images']:,})"
+                f"{100 * found['proved']:.1f} of {100 * found['clean']:.1f} at {found['eps']:g} ({found['images']:,})"
                 for found in complete
                 if found["model"] == row["name"]
             )

@@ -310,7 +310,7 @@ DIGITS = Recipe(
     _digit_tables,
     _draw_digits,
     lambda data: [
-        "The radii of the paper belong to another digit of the same class; the order of the models is what counts."
+        "Another machine may show another digit: the first that the paper's attack breaks on most models."
     ],
 )
 
@@ -473,7 +473,6 @@ GRID = Recipe(
     _grid_tables,
     _draw_grid,
     lambda data: [
-        "The paper finds no example for lambda 1 and 10, because the image is blurred beyond use. "
         "Exact projections (`reg=inf`, the default of this library) do not blur.",
         "A move by one pixel costs 1 for every p: once longer moves are too expensive, p changes "
         "nothing.",

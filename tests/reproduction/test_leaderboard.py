@@ -188,7 +188,7 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     )
     content = read(board)
     assert [r["name"] for r in content["rows"]] == ["strong", "weak", "large"]
-    complete = [{"model": "weak", "eps": 0.1, "proved": 0.123, "images": 300}]
+    complete = [{"model": "weak", "eps": 0.1, "proved": 0.123, "clean": 0.5, "images": 300}]
     table, proofs = tables(content, complete)
     assert [r[0] for r in table.rows] == ["1", "2", "3"]
     assert table.rows[0][1] == "`strong` (A 2020) †"  # by a version that the row does not name
@@ -197,7 +197,7 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     second = dict(zip(table.head, table.rows[1], strict=True))
     assert second["0.05"] == "**90.0**" and second["0.3"] == "0.0" and second["reliable"] == "yes"
     assert [r[0] for r in proofs.rows] == ["`strong`", "`weak`"]
-    assert [r[-1] for r in proofs.rows] == [None, "12.3 at 0.1 (300)"]
+    assert [r[-1] for r in proofs.rows] == [None, "12.3 of 50.0 at 0.1 (300)"]
     said = write_page(board, tmp_path / "page.md").read_text()
     assert "| `weak` (" in said and "## Add a model" in said
     enter(board, row("weak", 0.9, 0.9, 0.9, 0.9, 0.9))  # measured again
