@@ -122,6 +122,7 @@ def test_predecessors_stay_within_the_budget_and_break_digits(method: str) -> No
     assert (wide.distance(x, z) <= 0.5001).all()
     found, rejected = predecessors.broken(net, x, y, 0.5, method, steps=20)
     assert found.any() and rejected == 0
+    assert predecessors.ours(net, x, y, 0.5, 100).any()
 
 
 def test_proofs(tmp_path: Path) -> None:
