@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -28,6 +28,10 @@ from wball.provenance import fingerprint
 
 Move = tuple[int, int, float]
 """``(dr, dc, cost)``: a step by rows and columns, and its cost per unit of mass."""
+
+AWAY, ALL, PAID, MOMENTS = slice(1), slice(1, 2), slice(2, 3), slice(1, 4)
+"""The weights of the moves away from a pixel, of all moves, of what they cost, and what the
+distribution of a row's cost takes."""
 
 
 class Moves(ABC):
@@ -43,6 +47,8 @@ class Moves(ABC):
     shape: tuple[int, int]
     cost: Tensor  # (K, 1, 1) for stencils, (K, H, W) for matrices
     allowed: Tensor  # (K, H, W), bool: the move ends inside the image and has finite cost
+
+    factors: Tensor  # (4, 1, 1, ...): of the weights
 
     # One move at a time:
     rings: Sequence[Sequence[int]]  # the moves of each distinct cost, the cheapest first
@@ -84,14 +90,19 @@ class Moves(ABC):
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
         """A function from the number of a move to the values where it ends."""
 
+    def weights(self, price: Tensor) -> Tensor:
+        """``exp(-price C)`` of the moves except staying, that of all moves, that times ``C``, and
+        that times ``C^2``, for a price per plane ``(B, C, 1, 1)``.
+
+        :data:`AWAY`, :data:`ALL`, :data:`PAID` and :data:`MOMENTS` are parts of it.
+        """
+        return torch.exp(-price * self.factors[2]) * self.factors
+
     @abstractmethod
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
-        """Sums over the moves of each pixel, except staying, of the values where they end, or with
-        ``back`` where the moves that end here start.
-
-        Each is multiplied by the ``weights`` of its ring, ``(D, B, 1, 1, 1)`` or per pixel of the
-        start.
-        """
+        """Weighted sums over the moves of each pixel of the values where they end, or with ``back``
+        where the moves that end here start: ``(B, C, M, H, W)`` for ``M`` of the
+        :meth:`weights`."""
 
     def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
         """Cost of the plan ``row_i exp(-price C_ij) column_j`` per image, after opposite flows
@@ -120,10 +131,10 @@ class StencilMoves(Moves):
 
     costs: Sequence[float]
 
-    def __init__(self, moves: Sequence[Move], shape: tuple[int, int], like: Tensor) -> None:
+    def __init__(self, moves: Iterable[Move], shape: tuple[int, int], like: Tensor) -> None:
         self._moves, self.shape, self._like = tuple(moves), shape, like.new_empty(0)
-        self.offsets = [(r, c) for r, c, _ in moves]
-        self.costs = [cost for *_, cost in moves]
+        self.offsets = [(r, c) for r, c, _ in self]
+        self.costs = [cost for *_, cost in self]
         self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
         if self._moves[:1] != ((0, 0, 0.0),) or self.costs != sorted(self.costs):
             raise ValueError(
@@ -160,7 +171,7 @@ class StencilMoves(Moves):
 
     @property
     def has_free(self) -> bool:
-        return any(cost == 0 for cost in self.costs[1:])
+        return self.costs[1:2] == [0.0]
 
     @property
     def dearest(self) -> float:
@@ -180,9 +191,7 @@ class StencilMoves(Moves):
             return self.gather(torch.ones((1, 1, *self.shape), device=self._like.device))[0, 0] > 0
 
     def like(self, values: Tensor) -> StencilMoves:
-        if values.dtype == self._like.dtype and values.device == self._like.device:
-            return self
-        return StencilMoves(self._moves, self.shape, values)
+        return _alike(self, values.dtype, values.device)
 
     def _table(self, values: Sequence[float]) -> Tensor:
         with torch.inference_mode(False):  # kept for later calls, which may want gradients
@@ -209,8 +218,7 @@ class StencilMoves(Moves):
         out = torch.zeros_like(arcs)
         for k, reverse in enumerate(self.reverse):
             if reverse is not None:
-                (row, up), (column, left) = map(_overlap, self.shape, self.offsets[k])
-                out[:, :, k, row, column] = arcs[:, :, reverse, up, left]
+                out[:, :, k] = self._slice(self._padded(arcs[:, :, reverse]), k)
         return out
 
     def stay(self) -> Tensor:
@@ -229,46 +237,43 @@ class StencilMoves(Moves):
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
         # A convolution of each plane: one pass over the images instead of one a move.
-        kernel = torch.tensordot(weights.flatten(1), self._windows[back], ([0], [0]))
-        kernel = kernel.repeat_interleave(values.shape[1], 0).unsqueeze(1)
-        planes = values.flatten(0, 1)
-        if not len(planes):
-            return values
-        sums = F.conv2d(planes[None], kernel, padding=self.radius, groups=len(planes))
-        return sums.view_as(values)
+        planes, shape = values.flatten(0, 1)[None], (*values.shape[:2], len(weights), *self.shape)
+        if not values.numel():
+            return values.new_empty(shape)
+        window = (weights.flip(3, 4) if back else weights).movedim(0, 2).flatten(0, 2)[:, None]
+        return F.conv2d(planes, window, padding=self.radius, groups=planes.shape[1]).view(shape)
 
     @cached_property
-    def _windows(self) -> tuple[Tensor, Tensor]:
-        """The places of each ring in the window, ``(D, rows, columns)``, without staying; and of
-        its reverse moves."""
-        (rows, columns), count = self.radius, len(self.rings)
+    def factors(self) -> Tensor:  # type: ignore[override]
+        rows, columns = self.radius
         with torch.inference_mode(False):
-            table = torch.zeros(count, 2 * rows + 1, 2 * columns + 1, dtype=self._like.dtype)
-            for d, ring in enumerate(self.rings):
-                for k in ring:
-                    r, c = self.offsets[k]
-                    table[d, rows + r, columns + c] = k > 0
-            table = table.to(self._like.device)
-            return table, table.flip(1, 2)
+            table = torch.zeros(4, 1, 1, 2 * rows + 1, 2 * columns + 1, dtype=self._like.dtype)
+            for k, (r, c, d) in enumerate(self):
+                table[:, 0, 0, rows + r, columns + c] = table.new_tensor((k > 0, 1, d, d * d))
+            return table.to(self._like.device)
 
     def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
         to, back, total = self.ends(column, 0.0), self.ends(row, 0.0), row.new_zeros(len(row))
+        weights = torch.exp(-price.flatten(1) * self.cost.flatten())
         for k, reverse in enumerate(self.reverse):
-            if reverse is None or reverse > k:  # each pair once
-                net, returning = row * to(k) * torch.exp(-price * self.costs[k]), 0.0
+            if reverse is None or reverse > k:  # each pair once, from its cheaper move
+                net, cost = row * to(k), self.costs[k]
                 if reverse is not None:
-                    returning = self.costs[reverse]
-                    net.addcmul_(column * back(k), torch.exp(-price * returning), value=-1)
-                ahead = net.clamp(min=0.0).sum((1, 2, 3))
-                total += self.costs[k] * ahead + returning * (ahead - net.sum((1, 2, 3)))
+                    more = self.costs[reverse] - cost
+                    returning = column * torch.exp(-more * price) if more else column
+                    net.addcmul_(returning, back(k), value=-1)
+                    if more:
+                        total.addcmul_(
+                            weights[:, k], net.clamp(max=0.0).sum((1, 2, 3)), value=-more
+                        )
+                moved = torch.linalg.vector_norm(net, 1, (1, 2, 3))
+                total.addcmul_(weights[:, k], moved, value=cost)
         return total
 
 
-def _overlap(size: int, step: int) -> tuple[slice, slice]:
-    """The start positions of a step that stays inside a row of this size, and its end positions."""
-    return slice(max(0, -step), max(0, size - max(0, step))), slice(
-        max(0, step), max(0, size + min(0, step))
-    )
+@lru_cache(maxsize=64)
+def _alike(moves: StencilMoves, dtype: torch.dtype, device: torch.device) -> StencilMoves:
+    return StencilMoves(moves, moves.shape, torch.empty(0, dtype=dtype, device=device))
 
 
 class DenseMoves(Moves):
@@ -285,6 +290,9 @@ class DenseMoves(Moves):
         self.cost = by_target.to(like.dtype)
         self.allowed = finite.T.reshape(-1, *shape)
         self.ring_cost = self.cost[:, None, None]
+        every = self.allowed.to(self.cost)
+        table = torch.stack((every * ~self.stay(), every, self.cost, self.cost.square()))
+        self.factors = table.flatten(2)[:, None, None]
         self.rings = [[k] for k in range(len(self))]
 
     def like(self, values: Tensor) -> DenseMoves:
@@ -294,17 +302,15 @@ class DenseMoves(Moves):
 
     def gather(self, values: Tensor) -> Tensor:
         ends = values.flatten(2)[..., None, None].expand(-1, -1, -1, *self.shape)
-        return torch.where(self.allowed, ends, torch.zeros_like(ends))
+        return torch.where(self.allowed, ends, 0.0)
 
     def scatter(self, arcs: Tensor) -> Tensor:
-        kept = torch.where(self.allowed, arcs, torch.zeros_like(arcs))
+        kept = torch.where(self.allowed, arcs, 0.0)
         return kept.sum((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
 
     def opposite(self, arcs: Tensor) -> Tensor:
         square = arcs.flatten(3)
-        return torch.where(
-            self.allowed, square.transpose(2, 3).reshape(arcs.shape), torch.zeros_like(arcs)
-        )
+        return torch.where(self.allowed, square.mT.reshape(arcs.shape), 0.0)
 
     def stay(self) -> Tensor:
         n = len(self)
@@ -315,9 +321,8 @@ class DenseMoves(Moves):
         return lambda k: torch.where(self.allowed[k], at[:, :, k], outside)
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
-        moving = torch.where(self.allowed & ~self.stay(), weights[:, :, 0].movedim(1, 0), 0.0)
-        plan = moving.flatten(2).mT if back else moving.flatten(2)
-        return (values.flatten(2) @ plan).view_as(values)
+        plan, rows = weights.mT if back else weights, values.flatten(2)[:, :, None]
+        return (rows @ plan).movedim(0, 2).flatten(3).unflatten(3, self.shape)
 
 
 @dataclass(frozen=True)
@@ -456,7 +461,7 @@ class DenseCost:
     """
 
     def __init__(self, matrix: Tensor) -> None:
-        matrix = torch.as_tensor(matrix).detach().to(torch.float64)
+        matrix = torch.as_tensor(matrix).detach().double()
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square (n x n), got shape {tuple(matrix.shape)}")
         if not bool((matrix >= 0).all()):

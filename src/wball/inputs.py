@@ -39,7 +39,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
             raise ValueError(
                 f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}"
             )
-        eps = eps.detach().to(torch.float64)
+        eps = eps.detach().double()
         if bool((~(eps >= 0) | eps.isinf()).any()):
             raise ValueError(
                 f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
@@ -65,7 +65,7 @@ def as_pixels(images: Tensor) -> Tensor:
     tensor([0.0000, 0.2000, 1.0000])
     """
     if isinstance(images, Tensor) and images.dtype == torch.uint8:
-        return images.to(torch.float32).div_(255)
+        return images.float().div_(255)
     return images
 
 

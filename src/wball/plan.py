@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from wball.cost import Moves
+from wball.cost import ALL, Moves
 from wball.inputs import dot, per_image
 
 REPAIR_SWEEPS = 200
@@ -129,7 +129,7 @@ class FactoredPlan(StoredPlan):
     def identity(cls, moves: Moves, x: Tensor) -> FactoredPlan:
         """The plan that moves nothing."""
         zero, one = torch.zeros_like(x), torch.ones_like(x)
-        none = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        none = x.new_zeros(len(x), dtype=torch.float64)
         return cls(moves, x, zero, none.to(x.dtype), one, one, none)
 
     @classmethod
@@ -145,36 +145,33 @@ class FactoredPlan(StoredPlan):
     ) -> FactoredPlan:
         """The plan of a potential and a price in image units at temperature ``tau``; nothing moves
         where that is 0."""
-        warm = tau.to(torch.float64) > 0
-        heat = torch.where(warm, tau.to(torch.float64), 1.0)
-        potentials = u.to(torch.float64) / per_image(heat, u)
-        return cls(
-            moves, x, potentials, psi.to(torch.float64) / heat, keep, give, warm.to(torch.float64)
-        )
+        warm = tau.double() > 0
+        heat = torch.where(warm, tau.double(), 1.0)
+        potentials = u.double() / per_image(heat, u)
+        return cls(moves, x, potentials, psi.double() / heat, keep, give, warm.double())
 
     def arcs(self) -> Tensor:
         """The mass on each move, ``(B, C, K, H, W)``, in float64."""
-        x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
+        x, s, psi, keep, give, scale = (part.double() for part in self.tensors())
         moves = self.moves.like(x)
         score = moves.gather(s) - per_image(psi, x)[..., None] * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
         out = (per_image(scale, x) * x * give).unsqueeze(2)
         # Potentials of rows that send nothing may be NaN.
-        sent = torch.where(
-            moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep)
-        )
+        sent = torch.where(moves.stay() | (out == 0), 0.0, out * sent * moves.gather(keep))
         home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(min=0)  # negative by rounding
         return torch.where(moves.stay(), home, sent)
 
     def net_cost(self) -> Tensor:
         """The net cost without writing out the plan, for attacks that need it at every step."""
-        x, s, psi, keep, give, scale = (part.to(torch.float64) for part in self.tensors())
-        high, low = s.flatten(1).amax(1), s.flatten(1).amin(1)
+        x, s, psi, keep, give, scale = (part.double() for part in self.tensors())
+        low, high = torch.aminmax(s.flatten(1), dim=1)
         if bool((high - low > SPREAD).any()):
             return super().net_cost()
         moves, price = self.moves.like(x), per_image(psi, x)
         column = torch.exp(s - per_image(0.5 * (high + low), s))
-        row = x * give / (column + moves.sums(column, torch.exp(-price * moves.ring_cost)))
+        weights = moves.weights(price.expand(-1, x.shape[1], 1, 1))[ALL]
+        row = x * give / moves.sums(column, weights)[:, :, 0]
         net = moves.net_cost(row, column * keep, price)
         idle = (scale == 0) | ~give.flatten(1).any(1)  # potentials may be NaN
         return torch.where(idle, 0.0, scale * net)
@@ -214,16 +211,14 @@ class Plan(StoredPlan):
         """
         stay = self.moves.stay()
         common = torch.minimum(self.flow, self.moves.opposite(self.flow))
-        common = torch.where(stay, torch.zeros_like(common), common)
+        common = torch.where(stay, 0.0, common)
         return self._sending_back(common)
 
     def toward_centre(self, scale: Tensor) -> Plan:
         """Scale every move by a factor in [0, 1] per image: ``z = x + scale (z - x)``."""
         keep = per_image(scale, self.flow).to(self.flow.dtype)
         stay = self.moves.stay()
-        home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(
-            2, keepdim=True
-        )
+        home = torch.where(stay, 0.0, self.flow * (1 - keep)).sum(2, keepdim=True)
         # Multiply instead of subtracting, which would lose digits at small scales.
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow * keep))
 
@@ -244,7 +239,7 @@ class Plan(StoredPlan):
         scale = torch.where(
             cost > budget,
             budget / cost.clamp(min=torch.finfo(cost.dtype).tiny),
-            torch.ones_like(cost),
+            1.0,
         )
         return self.toward_centre(scale) if bool((scale < 1).any()) else self
 
@@ -252,13 +247,12 @@ class Plan(StoredPlan):
         """The plan with all columns inside the box, as far as the sweeps succeed."""
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
         stay = self.moves.stay()
-        zero = torch.zeros_like(self.flow)
         for sweep in range(REPAIR_SWEEPS):
             z = plan.columns()
             over, under = z > hi + rounding, z < lo - rounding
             if not bool((over | under).any()):
                 return plan
-            moved = torch.where(stay, zero, plan.flow)
+            moved = torch.where(stay, 0.0, plan.flow)
             # The last sweeps return more than the excess, so that mass does not circulate forever.
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
@@ -285,7 +279,7 @@ class Plan(StoredPlan):
 def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
     """Fractions of ``first``, or of ``everything`` if that is not enough, that add up to
     ``amount``."""
-    tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
+    tiny = torch.finfo(amount.dtype).tiny
     enough = first >= amount
-    rate = torch.where(enough, amount / first.clamp(min=tiny), none)
-    return rate, torch.where(enough, none, amount / everything.clamp(min=tiny))
+    rate = torch.where(enough, amount / first.clamp(min=tiny), 0.0)
+    return rate, torch.where(enough, 0.0, amount / everything.clamp(min=tiny))

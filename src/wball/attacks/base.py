@@ -344,7 +344,7 @@ class AttackBatch:
         """Record a step along ``gradient``, and return the gradient with 0 where it is not
         finite."""
         finite = gradient.isfinite()
-        gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
+        gradient = torch.where(finite, gradient, 0.0)
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(
@@ -606,8 +606,8 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = N
     proving plan, or the exact distance without one."""
     problem = None if plan is None else ball.problem(x)
     if plan is None or problem is None:
-        return ball.distance(x, z).to(torch.float64)
-    return plan.net_cost().to(torch.float64) / problem.unit
+        return ball.distance(x, z).double()
+    return plan.net_cost().double() / problem.unit
 
 
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class FrankWolfe(SteppedAttack):
         x, problem = batch.x, batch.ball.problem(batch.x)
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         # In float64, so that the mixture of many corners is rounded once, for the model.
-        state = _Mixture(x, batch.ball, x.to(torch.float64), zero, oracle=None)
+        state = _Mixture(x, batch.ball, x.double(), zero, oracle=None)
         if problem is not None:
             state.oracle = TransportOracle(
                 problem, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
@@ -75,7 +75,7 @@ class FrankWolfe(SteppedAttack):
         if state.oracle is None:
             found = state.ball.support(state.x, direction)
             corner, state.kernel = found.point, found.kernel
-            reach = state.ball.distance(state.x, corner).to(torch.float64)
+            reach = state.ball.distance(state.x, corner).double()
         else:
             point = state.oracle(state.oracle.along(direction, NATS))
             corner, state.kernel, reach = point.z, point.kernel, point.cost / state.oracle.unit

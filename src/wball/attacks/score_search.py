@@ -228,10 +228,10 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     length = moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(moved.dtype).tiny)
     moved, changed = moved / length, (changed / length).nan_to_num(0.0, 0.0, 0.0)
     wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)
-    gram = torch.einsum("bnd,bmd->bnm", moved, moved).to(torch.float64)
+    gram = torch.einsum("bnd,bmd->bnm", moved, moved).double()
     gram = gram + RIDGE * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     factor = torch.linalg.cholesky_ex(gram).L  # needs no synchronisation
-    weights = torch.cholesky_solve(wrong.to(torch.float64), factor).to(jacobian)
+    weights = torch.cholesky_solve(wrong.double(), factor).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
 
 

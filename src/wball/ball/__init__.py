@@ -173,7 +173,7 @@ class ProjectionOracle:
 
     def __call__(self, b: Tensor) -> OraclePoint:
         result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
-        distance = self.ball.distance(self.x, result.point).to(torch.float64)
+        distance = self.ball.distance(self.x, result.point).double()
         return OraclePoint(result.point, distance, torch.ones_like(distance), result.kernel)
 
     def take(self, index: Tensor) -> ProjectionOracle:
@@ -249,7 +249,7 @@ class WassersteinBall(Ball):
         least = DIVISIBLE * math.prod(x.shape[1:]) * numbers.eps * numbers.smallest_normal
         if self.mass == "relative":
             return eps * torch.threshold(mass, math.nextafter(least, 0.0), 0.0)
-        return eps * (mass >= least).to(torch.float64)
+        return eps * (mass >= least).double()
 
     def problem(self, x: Tensor) -> TransportProblem:
         """The problem that solvers receive: centres, moves, budget and box. ``x`` is not checked
@@ -401,7 +401,7 @@ class LinfBall(Ball):
         point = torch.where(
             g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
         )
-        value = dot(g.to(torch.float64), point.to(torch.float64))
+        value = dot(g.double(), point.double())
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
 
@@ -410,7 +410,7 @@ class LinfBall(Ball):
         low, high = self.bounds(x)
         w = inputs.check_like("w", inputs.as_pixels(w), x).detach()
         point = torch.minimum(torch.maximum(w, low), high).to(low)
-        objective = 0.5 * (w.to(torch.float64) - point.to(torch.float64)).flatten(1).square().sum(1)
+        objective = 0.5 * (w.double() - point.double()).flatten(1).square().sum(1)
         zero = torch.zeros_like(objective)
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return ProjectionResult(
@@ -449,7 +449,7 @@ class LinfBall(Ball):
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> IntervalSet:
         """The ball for certificates; ``plans`` is ignored."""
-        return IntervalSet(*self.bounds(x.to(torch.float64)))
+        return IntervalSet(*self.bounds(x.double()))
 
 
 def _largest_change(x: Tensor, z: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class IntervalSet(InputSet):
     searched."""
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
-        self.low, self.high = low.to(torch.float64), high.to(torch.float64)
+        self.low, self.high = low.double(), high.double()
         self.shape = tuple(low.shape[1:])
 
     def maximum(

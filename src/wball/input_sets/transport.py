@@ -72,7 +72,7 @@ class TransportSet(InputSet):
         self.shape = tuple(x.shape[1:])
         self.box, self.budget = box, budget
         grid = x if x.ndim == 4 else x[:, None, None, :]
-        self.x = grid.to(torch.float64)
+        self.x = grid.double()
         height, width = grid.shape[-2:]
         self.matrix: Tensor | None = None
         self.tiers: list[

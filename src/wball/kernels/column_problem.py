@@ -142,7 +142,7 @@ class LinearColumns(Columns):
     def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
         side = self._side(u, columns)
         ends = torch.where(side < 0, self.hi, self.lo).to(columns.dtype)
-        return torch.where(side == 0, torch.zeros_like(columns), ends - columns)
+        return torch.where(side == 0, 0.0, ends - columns)
 
     def curvature(self, u: Tensor) -> Tensor:
         return torch.zeros_like(u)

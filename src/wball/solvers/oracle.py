@@ -203,7 +203,7 @@ class EntropicProjection(_Oracle):
             )
             cost = torch.full_like(self.budget, math.nan)
         else:
-            tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
+            tau = self._tau.clamp(min=1e-300)
             size = (largest(answer.u) + self._psi * self._moves.dearest) / tau
             scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
             z = self._grid + per_image(scale.float(), target) * _balanced(self._grid, answer.z)
@@ -222,7 +222,7 @@ def _balanced(x: Tensor, z: Tensor) -> Tensor:
     change = z - x
     gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
     lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
-    tiny = torch.finfo(torch.float64).tiny
+    tiny = 1e-300
     up, down = (
         (a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost))
     )

@@ -65,11 +65,7 @@ class TransportProblem:
     def unit(self) -> Tensor:
         """The divisor that converts a cost to the unit of the radius, per image: the image's mass,
         or 1."""
-        return (
-            self.mass.clamp(min=torch.finfo(torch.float64).tiny)
-            if self.relative
-            else torch.ones_like(self.mass)
-        )
+        return self.mass.clamp(min=1e-300) if self.relative else torch.ones_like(self.mass)
 
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x``
@@ -135,7 +131,7 @@ def as_images(values: Tensor) -> Tensor:
 
 def as_grid(values: Tensor) -> Tensor:
     """Images ``(B, C, H, W)`` in float64; histograms become images of one row."""
-    return as_images(values).to(torch.float64)
+    return as_images(values).double()
 
 
 def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tensor:
@@ -176,11 +172,11 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     of the mass (an image has the errors of ``(sum x)^2 / sum x^2`` equal pixels), half the way to
     the next of them. This is not proved, but exact distances confirm it (``tests/torture``).
     """
-    values = x.to(torch.float64).flatten(1)
+    values = x.double().flatten(1)
     if isinstance(cost, DenseCost):
         return torch.ones_like(values[:, 0])
     _, reach, least = _window(cost, *_sides(x))
-    largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    largest = values.amax(1, keepdim=True).clamp(min=1e-300)
     equal = (values / largest).sum(1).square() / (values / largest).square().sum(1).clamp(min=1)
     apart = 0.5 * torch.sqrt(values.shape[1] / equal.clamp(min=1))
     return (apart.clamp(min=least) / reach).clamp(min=1)

@@ -139,4 +139,4 @@ def _without_box(problem: Problem, max_iter: int, best: Best) -> tuple[Tensor, s
 def _size(direction: Tensor) -> Tensor:
     """The power of 2 below each image's largest entry; any positive number where all entries are
     0."""
-    return torch.exp2((torch.frexp(largest(direction)).exponent - 1).to(torch.float64))
+    return torch.exp2((torch.frexp(largest(direction)).exponent - 1).double())

@@ -110,7 +110,7 @@ class PlanRequest:
     @property
     def spend(self) -> Tensor:
         """Cost of the requested plan, per image, float64."""
-        budget = self.budget.to(torch.float64)
+        budget = self.budget.double()
         return budget if self.kappa is None else budget * self.kappa
 
 
@@ -174,12 +174,12 @@ def pulled_back(
     x, cost, net_cost = request.x, costs[0], costs[1].nan_to_num(posinf=0.0)
     chosen = narrowed(request.b) + q
     size = chosen.flatten(1).abs().amax(1) + psi * request.moves.dearest
-    doubt = (DOUBT * torch.finfo(x.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
+    doubt = (DOUBT * torch.finfo(x.dtype).eps * size.double()).clamp(max=0.5)
     room = request.budget.clamp(min=0.0) * (1 - doubt)
-    slack = room / costs[1].clamp(min=torch.finfo(torch.float64).tiny)
-    slack = torch.where(columns.flatten(1).sum(1).isfinite(), slack, 0.0).nan_to_num(nan=0.0)
+    slack = room / costs[1].clamp(min=1e-300)
+    slack = torch.where(columns.flatten(1).sum(1).isfinite(), slack, 0.0).nan_to_num()
     scale = slack.clamp(max=1.0)
-    change = (columns - x).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    change = (columns - x).nan_to_num(0.0, 0.0, 0.0)
     z = x + per_image(scale.to(x.dtype), x) * change
     if request.box is not None:
         z = z.clamp(*request.box)  # rounding only

@@ -68,7 +68,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     x, box, moves = request.x, request.box, flat_moves(request.moves)
     shape = tuple(x.shape)
     # Always the same types: numba would compile another version for an integer.
-    lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
+    lo, hi = (float(v) for v in (box or (0.0, math.inf)))
     slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
     settings = _PlanSettings(
         Box(lo, hi, slack),
@@ -79,7 +79,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     start, q = request.start()
     given = [t.detach().to(x.dtype).numpy() for t in (x, narrowed(request.b), q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
-    psi = start.detach().to(torch.float64).contiguous().numpy().copy()
+    psi = start.detach().double().contiguous().numpy().copy()
     limit = request.spend.detach().contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 

@@ -72,11 +72,11 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     price = torch.empty(batch, dtype=torch.float32, device=device)
     warm, paced = request.psi is not None or request.q is not None, request.kappa is not None
     psi, q = request.start() if warm else (price, images[1])  # programs that start cold ignore them
-    lo, hi = box if box is not None else (0.0, float("inf"))
+    lo, hi = box or (0.0, float("inf"))
     slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     given = PlanGiven(
-        *map(aligned, (x, request.b, request.budget.to(torch.float64))),
+        *map(aligned, (x, request.b, request.budget.double())),
         aligned(request.kappa) if paced else numbers, aligned(psi), aligned(q), paced, warm,
         FlowBox(lo, hi, slack), request.moves.dearest, float(request.momentum),
     )  # fmt: skip

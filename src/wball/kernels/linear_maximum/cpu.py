@@ -39,7 +39,7 @@ def linear_maximum(
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     given = _Given(
-        *(t.detach().to(torch.float64).contiguous().numpy() for t in (a, x, budget.clamp(min=0.0)))
+        *(t.detach().double().contiguous().numpy() for t in (a, x, budget.clamp(min=0.0)))
     )
     tables = _Moves(
         np.array(moves.offsets, dtype=np.int64),

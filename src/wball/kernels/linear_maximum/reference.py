@@ -75,7 +75,7 @@ class _PriceSearch:
 
     def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves) -> None:
         self.a, self.x, self.moves = a, x, moves.like(a)
-        self.budget = budget.to(torch.float64).clamp(min=0.0)
+        self.budget = budget.double().clamp(min=0.0)
         ends = self.moves.ends(a, -math.inf)
         self.rings = torch.stack(
             [reduce(torch.maximum, map(ends, ring)) for ring in self.moves.rings]

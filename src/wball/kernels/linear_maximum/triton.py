@@ -53,7 +53,7 @@ def linear_maximum(
         torch.empty(rows, dtype=torch.int32, device=device),
     )
     if rows:
-        given = SupportGiven(*map(aligned, (a, x, budget.to(torch.float64))))
+        given = SupportGiven(*map(aligned, (a, x, budget.double())))
         _support_kernel[(rows,)](
             given, found, (table.tables[0].fee, _steps(moves, device)), 1, max_iter, LAYOUT=layout,
             num_warps=min(32, max(4, layout.block // 128)), num_stages=1,
@@ -65,7 +65,7 @@ def linear_maximum(
         # too
         low, high = low * (1 - CLOSE), high * (1 + CLOSE)
         dear, cheap = (best_plan(a.float(), x.float(), moves.like(psi), end) for end in (low, high))
-        z = mixed_plan(dear, cheap, budget.to(torch.float64).clamp(min=0.0)).columns()
+        z = mixed_plan(dear, cheap, budget.double().clamp(min=0.0)).columns()
     return LinearMaximum(psi, upper, cost, z, found.n_iter.long())
 
 

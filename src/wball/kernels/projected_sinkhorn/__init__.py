@@ -150,7 +150,7 @@ class Projection:
     @property
     def ends(self) -> tuple[float, float]:
         """The range of the columns, which are never negative."""
-        return self.box if self.box is not None else (0.0, math.inf)
+        return self.box or (0.0, math.inf)
 
     @property
     def unit(self) -> float:
@@ -195,10 +195,8 @@ class ProjectedSinkhorn:
 def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
     """``tau sum x log(x / m)`` per image, float64: from entropy relative to ``x`` to entropy
     relative to the mass."""
-    exact = x.to(torch.float64).flatten(1)
-    return tau.to(torch.float64) * (
-        torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1)
-    )
+    exact = x.double().flatten(1)
+    return tau.double() * (torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1))
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:

@@ -98,7 +98,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         for t in (x, problem.w, u)
     ]
     numbers_of = (problem.budget, problem.tau, psi)
-    single = [t.detach().to(torch.float64).contiguous().numpy() for t in numbers_of]
+    single = [t.detach().double().contiguous().numpy() for t in numbers_of]
     out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)
     plan = np.ones((shape[0], 2, *shape[1:])) if factors else np.empty((shape[0], 2, 0, 0, 0))

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from wball.cost import PAID
 from wball.inputs import largest, per_image
 from wball.kernels import projected_sinkhorn as settings
 from wball.kernels.plan_rows import PlanRows, image_sums, into_box
@@ -37,12 +38,12 @@ def _sweep_and_offer(
     """Sweep once, and offer the plans that seem good enough. Returns the images that are left."""
     swept = sweep(problem, s, step)
     # The expected gap after a repair, which returns mass outside the box at no cost.
-    columns, cost = swept.columns, image_sums(swept.rows.spent(torch.ones_like(s.x)))
+    columns, cost = swept.columns, image_sums(swept.rows.exchanged(1.0, PAID))
     kept = columns.clamp(*problem.ends)
     outside = settings.EXCESS * image_sums((columns - kept).abs())
     about = _misfit(problem, s, kept) - swept.relief
     about += s.tau * s.price * ((s.budget - cost).abs() + outside)
-    _, s.size = _value(problem, s, swept.rows, columns, cost, torch.zeros_like(cost))
+    _, s.size = _value(problem, s, swept.rows, columns, cost, 0.0)
     ready = ((about <= s.target * s.size) | s.done).nonzero()[:, 0]
     if len(ready):
         _offer(problem, s, ready, answer, step)
@@ -57,7 +58,7 @@ def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
     """The images to sweep, and the result of those whose ball contains only the centre; others
     overwrite it."""
     given = (problem.x, problem.w, *problem.start(), problem.budget)
-    x, w, u, psi, budget = (t.detach().to(torch.float64) for t in given)
+    x, w, u, psi, budget = (t.detach().double() for t in given)
     centre, rest = 0.5 * image_sums((w - x).square()), entropy_at_rest(x, problem.tau)
     dtype = torch.float64 if problem.factors else problem.x.dtype
     z, potential, price = (part.to(dtype, copy=True) for part in (x, u, psi))
@@ -68,7 +69,7 @@ def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
         *(torch.ones_like(x), torch.zeros_like(x)) if problem.factors else (None, None),
     )  # fmt: skip
     single = (budget <= 0) | (image_sums(x) <= 0)
-    tau = torch.where(single, 1.0, problem.tau.to(torch.float64))
+    tau = torch.where(single, 1.0, problem.tau.double())
     beta, past = u / per_image(tau, x), x.new_zeros((len(x), MEMORY, x[:1].numel()))
     s = Unfinished(
         place=torch.arange(len(x), device=x.device), x=x, w=w, budget=budget, tau=tau,
@@ -76,7 +77,7 @@ def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
         target=torch.full_like(centre, (settings.FIRST - settings.MARGIN) * problem.tol),
         offers=torch.zeros_like(centre), lowest=torch.full_like(centre, math.inf),
         bold=torch.ones_like(centre), last=beta, change=beta, metric=beta,
-        changes=past, steps=past, sizes=x.new_zeros((len(x), MEMORY)),
+        changes=past, steps=past, inverse=x.new_zeros((len(x), MEMORY)),
     )  # fmt: skip
     return s.take((~single).nonzero()[:, 0]), answer
 
@@ -89,7 +90,12 @@ def _misfit(problem: Projection, s: Unfinished, z: Tensor) -> Tensor:
 
 
 def _value(
-    problem: Projection, s: Unfinished, rows: PlanRows, z: Tensor, cost: Tensor, divergence: Tensor
+    problem: Projection,
+    s: Unfinished,
+    rows: PlanRows,
+    z: Tensor,
+    cost: Tensor,
+    divergence: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
     """The objective with entropy relative to ``x``, and the size that gaps are relative to."""
     logs = image_sums(s.beta * z) - image_sums(s.x * rows.log_sum)
@@ -104,10 +110,11 @@ def _offer(
 ) -> None:
     """Repair and evaluate the plans of some images, and store those of images that are done."""
     (lo, hi), s = problem.ends, everyone.take(index)
-    rows, exact = PlanRows(s.x, s.beta, problem.moves).at(s.price), answer.z.dtype == torch.float64
+    rows, exact = PlanRows(s.x, s.beta, problem.moves), answer.z.dtype == torch.float64
+    rows.at(s.price)
     slack = problem.unit * (settings.EXACT_SLACK if exact else settings.SLACK)
     keep, give, sent, received = into_box(rows, lo, hi, slack)
-    cost = image_sums(give * rows.spent(keep))
+    cost = image_sums(give * rows.exchanged(keep, PAID))
     scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)
     share = per_image(scale, s.x)
     sent, received, cost = share * give * sent, share * keep * received, scale * cost
@@ -124,10 +131,11 @@ def _offer(
         "gap": gap.clamp(min=0.0), "allowed": allowed, "keep": keep, "give": give * share,
         "residual": largest(z - (s.w - u).clamp(lo, hi)), "n_iter": torch.full_like(s.place, step),
     }  # fmt: skip
+    kept = done.nonzero()[:, 0]
     for name, value in found.items():
         place = getattr(answer, name)
         if place is not None:
-            place[s.place[done]] = value[done].to(place.dtype)
+            place[s.place[kept]] = value[kept].to(place.dtype)
     everyone.done[index] = done
     everyone.offers[index] += 1
     everyone.target[index] = (0.5 * s.target).clamp(min=settings.LEAST * problem.tol)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from wball.inputs import per_image
 from wball.kernels import projected_sinkhorn as settings
+from wball.kernels.entropic_plan import narrowed
 from wball.kernels.plan_rows import PlanRows, image_sums
-from wball.plan import SPREAD
 
 TINY = 1e-300
 
@@ -22,7 +22,7 @@ class Unfinished(SimpleNamespace):
 
     ``beta`` and ``price`` are in units of ``tau``. Gaps are relative to ``size``, and an image
     offers its plan at a gap of ``target``. ``changes`` and ``steps`` are the memory of the sweeps,
-    ``(B, MEMORY, n)``, and ``sizes`` the squares of ``changes``.
+    ``(B, MEMORY, n)``, and ``inverse`` 1 by the squares of ``changes``, 0 for none.
     """
 
     def take(self, index: Tensor) -> Unfinished:
@@ -44,14 +44,11 @@ def sweep(problem: settings.Projection, s: Unfinished, step: int) -> Swept:
     """Solve rows and price, then columns. The sweeps of an image whose potentials are too far apart
     end."""
     (lo, hi), tau = problem.ends, per_image(s.tau, s.x)
-    least = per_image(s.beta.flatten(1).amax(1) - SPREAD, s.x)
-    s.done = (s.beta < least).flatten(1).any(1) | (step >= problem.max_iter)
-    s.beta = torch.maximum(s.beta, least)
-    rows, worth = PlanRows(s.x, s.beta, problem.moves), settings.PSI_TOL * s.target * s.size
-    s.price = rows.solve_price(
-        s.budget, s.price, 12 if step == 1 else 3,
-        lambda price: (worth / (s.tau * price * s.budget).clamp(min=TINY)).clamp(4e-15, settings.PSI_TOL),
-    )  # fmt: skip
+    raised = narrowed(s.beta)
+    s.done = (s.beta < raised).flatten(1).any(1) | (step >= problem.max_iter)
+    s.beta = raised
+    rows, miss = PlanRows(s.x, s.beta, problem.moves), settings.PSI_TOL * s.target * s.size / s.tau
+    s.price = rows.solve_price(s.budget, s.price, 12 if step == 1 else 3, settings.PSI_TOL, miss)
     stays, columns = rows.stays, rows.columns()
     # Full columns aim below hi, by a margin in which the gap has the derivative `pressed`.
     pressed = image_sums((s.w - tau * s.beta - hi).clamp(min=0.0))
@@ -78,8 +75,8 @@ def log_omega(y: Tensor) -> Tensor:
     y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
     v = torch.where(y < 1, y, torch.log(y.clamp(min=1)))  # above the solution, or at it
     for _ in range(6):
-        o = torch.exp(v)
-        v = v - (o + v - y) / (1 + o)
+        below = v - 1
+        v = torch.addcmul(below, y - below, torch.sigmoid(-v))
     return v
 
 
@@ -89,22 +86,23 @@ def follow(s: Unfinished, swept: Swept, begins: Tensor, slot: int) -> None:
     memory."""
     reach = swept.change.abs().clamp(min=settings.FAR)
     longer = per_image(s.bold, s.x) * swept.whole / swept.resists
-    change = torch.maximum(torch.minimum(swept.change * longer.clamp(min=1.0), reach), -reach)
+    change = (swept.change * longer.clamp(min=1.0)).clamp(-reach, reach)
     new = s.beta + change
     latest, step = (change - s.change).flatten(1), (new - s.last).flatten(1)
     s.change, s.last = change, new
     s.metric = torch.where(per_image(begins, new), swept.resists, s.metric)
-    metric = s.metric.flatten(1)[:, None]
-    s.sizes[:, slot] = 0.0
+    metric = s.metric.flatten(1)
+    s.inverse[:, slot] = 0.0
 
     def shares(values: Tensor) -> Tensor:
-        along = (metric * s.changes * values[:, None]).sum(2)
-        return torch.where(s.sizes > 0, along / s.sizes.clamp(min=TINY), 0.0)[:, None]
+        return (metric * values)[:, None] @ s.changes.mT * s.inverse[:, None]
 
-    whole, share = (metric[:, 0] * latest.square()).sum(1), shares(latest)
-    s.changes[:, slot] = latest - (share @ s.changes)[:, 0]
+    share, now = shares(latest), s.changes[:, slot]
+    whole = (metric * latest.square()).sum(1)
     s.steps[:, slot] = step - (share @ s.steps)[:, 0]
-    s.sizes[:, slot] = (metric[:, 0] * s.changes[:, slot].square()).sum(1)
-    dependent = begins | (s.sizes[:, slot] <= settings.DEPENDENT * whole)
-    s.sizes = torch.where(dependent[:, None], 0.0, s.sizes)
+    now.copy_(latest - (share @ s.changes)[:, 0])
+    size = (metric * now.square()).sum(1)
+    s.inverse[:, slot] = 1 / size
+    dependent = begins | (size <= settings.DEPENDENT * whole)
+    s.inverse = torch.where(dependent[:, None], 0.0, s.inverse)
     s.beta = new - (shares(change.flatten(1)) @ s.steps).view_as(new)

@@ -113,7 +113,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     )
     rows = torch.empty((batch, ROWS, layout.numel), dtype=torch.bfloat16, device=device)
     change = torch.empty((batch, layout.numel), dtype=torch.float32, device=device)
-    given = (x, problem.w, problem.budget.to(torch.float64), problem.tau, *problem.start())
+    given = (x, problem.w, problem.budget.double(), problem.tau, *problem.start())
     given, bounds = ProjectionGiven(*map(aligned, given)), _bounds((lo, hi), device)
     for exact in (False, True) if batch else ():
         (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)

@@ -79,7 +79,7 @@ def proximal_newton(
     images = (
         problem.x, problem.budget, columns.target, start, problem.tau, limits.offset, limits.floor,
     )  # fmt: skip
-    given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
+    given = [t.detach().double().contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
     known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
     assert isinstance(problem.moves, StencilMoves)

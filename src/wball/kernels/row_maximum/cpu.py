@@ -76,16 +76,14 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         if problem.corner is None
         else torch.stack(problem.corner)
     )
-    beyond = (
-        np.zeros((count, channels, 0)) if elsewhere is None else elsewhere.to(torch.float64).numpy()
-    )
+    beyond = np.zeros((count, channels, 0)) if elsewhere is None else elsewhere.double().numpy()
     given = _Rows(
-        coeff.detach().to(torch.float64).contiguous().numpy(),
+        coeff.detach().double().contiguous().numpy(),
         problem.image.contiguous().numpy(),
         corner.contiguous().numpy(),
         patched,
-        problem.x.detach().to(torch.float64).contiguous().numpy(),
-        problem.budget.to(torch.float64).contiguous().numpy(),
+        problem.x.detach().double().contiguous().numpy(),
+        problem.budget.double().contiguous().numpy(),
     )
     reach = int(np.abs(shifts).max()) if len(away) else 0
     ways, effort = (
@@ -106,16 +104,13 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
     """Maxima of rows with charges or box prices, whose options are already listed."""
     count, channels, options = field.worth.shape[:3]
     given = tuple(
-        t.detach().to(torch.float64).contiguous().numpy()
-        for t in (field.worth, field.stay, field.mass)
+        t.detach().double().contiguous().numpy() for t in (field.worth, field.stay, field.mass)
     )
-    cost, budget = (
-        t.to(torch.float64).contiguous().numpy() for t in (field.cost[:, 0], problem.budget)
-    )
+    cost, budget = (t.double().contiguous().numpy() for t in (field.cost[:, 0], problem.budget))
     far, elsewhere = np.zeros((count, channels)), np.zeros((count, channels, 0))
     if field.far is not None and field.elsewhere is not None:
         far, elsewhere = (
-            t.detach().to(torch.float64).contiguous().numpy() for t in (field.far, field.elsewhere)
+            t.detach().double().contiguous().numpy() for t in (field.far, field.elsewhere)
         )
     effort = _Effort(float(problem.step), rounds)
     out, psi = np.empty((2, count))
