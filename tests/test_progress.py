@@ -50,7 +50,7 @@ def test_the_first_compilation_is_announced(
         assert compile_one("somebody.else") == ""
         assert (
             compile_one("wball.kernels.some")
-            == "wball: compiling kernels for the first time (about 20 s) ...\n"
+            == "wball: compiling kernels for the first time (about 15 s) ...\n"
         )
         assert compile_one("wball.kernels.some") == ""
     with event.install_listener("numba:compile", FirstTime()):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core import event
+from numba.core import codegen, compiler, event
 
 from wball import progress
 
@@ -25,13 +25,29 @@ class FirstTime(event.Listener):
         function = getattr(event.data.get("dispatcher"), "py_func", None)
         if not self._said and getattr(function, "__module__", "").startswith("wball."):
             self._said = True
-            progress.notice("compiling kernels for the first time (about 20 s) ...")
+            progress.notice("compiling kernels for the first time (about 15 s) ...")
 
     def on_end(self, event: Any) -> None:
         pass
 
 
 event.register("numba:compile", FirstTime())
+
+
+class _Part(codegen.JITCodeLibrary):
+    """The code of an inner function, which is optimised and translated as a part of the outermost
+    one. numba would do both here as well, and again in every caller on the way."""
+
+    codegen = property(lambda self: self)  # asked for :meth:`set_env`
+    set_env = _optimize_functions = _optimize_final_module = lambda *_: None
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+class _Inner(compiler.Compiler):
+    def __init__(self, typing, target, _, *rest):  # type: ignore[no-untyped-def]
+        super().__init__(typing, target, _Part(target.codegen(), ""), *rest)
 
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -43,11 +59,11 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
     as arguments. numba's own parallel loops are not used: their thread pools do not survive
     a fork and may not be entered twice.
     """
-    options |= {"nogil": True, "error_model": "numpy"}
+    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
     def wrap(function: Callable[..., Any]) -> Any:
         if inner:
-            return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+            return numba.njit(no_cpython_wrapper=True, pipeline_class=_Inner, **options)(function)
         try:
             loop = numba.njit(cache=True, **options)(function)
             index = loop._cache._cache_file  # which asks about the function's own file only

@@ -81,12 +81,8 @@ def mass_box(x):  # type: ignore[no-untyped-def]
         for r in range(height):
             for j in range(width):
                 if x[c, r, j] > 0.0:
-                    top, bottom, left, right = (
-                        min(top, r),
-                        max(bottom, r + 1),
-                        min(left, j),
-                        max(right, j + 1),
-                    )
+                    top, bottom = min(top, r), max(bottom, r + 1)
+                    left, right = min(left, j), max(right, j + 1)
     return top, bottom, left, right
 
 

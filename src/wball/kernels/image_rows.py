@@ -275,7 +275,7 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
     x, target = images.x[m].reshape(-1), images.target[m].reshape(-1)
     down, across, fee = moves.down, moves.across, moves.fee
     height, width = images.x.shape[2:]
-    number = np.empty(x.size, dtype=np.int64)
+    number = np.empty(x.size, np.int64)
     fill(number, -1)
     n_rows = 0
     for i in range(x.size):
@@ -294,10 +294,10 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
             beyond += 0.5 * target[i] * target[i]
     mass, home, row = (
         np.empty(n_rows),
-        np.empty(n_rows, dtype=np.int64),
-        np.empty(n_columns, dtype=np.int64),
+        np.empty(n_rows, np.int64),
+        np.empty(n_columns, np.int64),
     )
-    end, wanted = np.empty((n_rows, fee.size), dtype=np.int64), np.empty(n_columns)
+    end, wanted = np.empty((n_rows, fee.size), np.int64), np.empty(n_columns)
     fill(row, -1)
     fill(end, -1)
     a = 0

@@ -174,15 +174,9 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
     the starting prices), costs and net costs."""
     x, b, q, budget = given
     out, prices, costs, net_costs = answer
-    rows, columns, fee, ring, sweeps = (
-        moves.rows,
-        moves.columns,
-        moves.fee,
-        moves.ring,
-        settings.sweeps,
-    )
-    lo, hi = settings.box.lo, settings.box.hi
-    rr, rc = moves.reach
+    rows, columns, fee, fee_back, ring_cost, ring, (rr, rc) = moves
+    box, sweeps, newton, momentum = settings
+    lo, hi, _ = box
     _, channels, full_height, full_width = x.shape
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     weights(fee, 0.0, ones)
@@ -238,16 +232,13 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
             if sweep > 0:
                 weights(fee, psi, weight)
                 receive(factors, flat, weight, ring[0])
-                momentum = settings.momentum if sweep < sweeps else 0.0
-                _shift_potentials(work, pad, n, lo, hi, momentum)
+                _shift_potentials(work, pad, n, lo, hi, momentum if sweep < sweeps else 0.0)
             _rings(work, flat, ring, ones)
-            psi, _ = solve_price(
-                lines, psi, budget[m], moves.ring_cost, settings.newton, COST_TOL, math.inf
-            )
+            psi, _ = solve_price(lines, psi, budget[m], ring_cost, newton, COST_TOL, math.inf)
             _normalise(lines, work[_A, pad : pad + n])
         weights(fee, psi, weight)
-        repair(factors, flat, weight, settings.box)
-        costs[m], net_costs[m] = _costs(work, flat, moves.fee_back, psi)
+        repair(factors, flat, weight, box)
+        costs[m], net_costs[m] = _costs(work, flat, fee_back, psi)
         prices[m] = psi
 
         for c in range(channels):

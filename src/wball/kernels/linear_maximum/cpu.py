@@ -257,7 +257,7 @@ def _add_best_moves(given, n, moves, psi, part, z):  # type: ignore[no-untyped-d
     """Add ``part`` of the mass of image ``n`` where the cheapest of its best moves at ``psi``
     end."""
     a, x = given.a[n], given.x[n]
-    shifts, fee = moves.shifts, moves.fee
+    shifts, ring, fee = moves
     for c in range(a.shape[0]):
         for r in range(a.shape[1]):
             for k in range(a.shape[2]):
@@ -265,7 +265,7 @@ def _add_best_moves(given, n, moves, psi, part, z):  # type: ignore[no-untyped-d
                 for m in range(1, shifts.shape[0] if x[c, r, k] > 0.0 else 1):
                     down, across = r + shifts[m, 0], k + shifts[m, 1]
                     if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
-                        score = a[c, down, across] - psi * fee[moves.ring[m]]
+                        score = a[c, down, across] - psi * fee[ring[m]]
                         if score > best:
                             best, row, column = score, down, across
                 z[c, row, column] += part * x[c, r, k]

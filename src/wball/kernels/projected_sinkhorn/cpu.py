@@ -129,11 +129,11 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
+def _repair(work, f, flat, weight, box):  # type: ignore[no-untyped-def]
     """Compute the factors of the repaired plan; ``SENT`` and ``RECEIVED`` hold the mass it
     exchanges."""
     pad, n = flat.pad, flat.n
-    repair(f, flat, weight, settings.box)
+    repair(f, flat, weight, box)
     keep, give = work[KEEP, pad : pad + n], work[GIVE, pad : pad + n]
     sent, received = work[SENT, pad : pad + n], work[RECEIVED, pad : pad + n]
     for i in range(n):
@@ -198,10 +198,9 @@ def _lay_out(work, image, tau, moves, ones, shift, back):  # type: ignore[no-unt
     """Fill the working memory and the shifts of the moves. Returns the places of rows with mass and
     of columns they reach, there and in the image."""
     x, w, u = image
-    rows, columns, ring = moves.rows, moves.columns, moves.ring
+    rows, columns, _, _, _, ring, (rr, rc) = moves
     channels, full_height, full_width = x.shape
     top, bottom, left, right = mass_box(x)
-    rr, rc = moves.reach
     height, width = bottom - top + 2 * rr, right - left + 2 * rc
     n, pad = channels * height * width, rr * width + rc
     for k in range(rows.size):
@@ -211,8 +210,8 @@ def _lay_out(work, image, tau, moves, ones, shift, back):  # type: ignore[no-unt
         line = work[row]
         for i in range(n + 2 * pad):
             line[i] = 0.0
-    lit, lit_spots = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
-    reached, spots = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    lit, lit_spots = np.empty(n, np.int64), np.empty(n, np.int64)
+    reached, spots = np.empty(n, np.int64), np.empty(n, np.int64)
     count = 0
     for c in range(channels):
         for r in range(top, bottom):
@@ -257,9 +256,10 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     """Project all images: points and potentials, numbers, sweeps, and the factors of the plans."""
     x, w, u, budget, tau, psi = given
-    fee, ring_cost, ring = moves.fee, moves.ring_cost, moves.ring
+    rows, _, fee, _, ring_cost, ring, _ = moves
     out, numbers, n_iter, factors = answer
-    lo, hi, tol, max_iter = settings.box.lo, settings.box.hi, settings.tol, settings.max_iter
+    box, tol, max_iter = settings
+    lo, hi, _ = box
     f = Factors(
         work[X], work[A], work[E], work[KEEP], work[GIVE],
         work[SENT], work[RECEIVED], work[SCRATCH], work[SPARE], work[TMP],
@@ -267,7 +267,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
     sizes = np.zeros(MEMORY)
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     weights(fee, 0.0, ones)
-    toll, shift, back = np.empty(fee.size), np.empty_like(moves.rows), np.empty_like(moves.rows)
+    toll, shift, back = np.empty(fee.size), np.empty_like(rows), np.empty_like(rows)
     least = math.log(lo) if lo > 0.0 else -math.inf
     for m in range(x.shape[0]):
         heat, flat_x, flat_w, start = tau[m], x[m].reshape(-1), w[m].reshape(-1), u[m].reshape(-1)
@@ -340,7 +340,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 size = max(distance, PARTS * (distance - entropy)) + tol * at_centre
             if about <= target * size or last:
                 offers += 1
-                _repair(work, f, flat, weight, settings)
+                _repair(work, f, flat, weight, box)
                 for k in range(fee.size):
                     toll[k] = weight[k] * fee[k] if fee[k] < math.inf else 0.0
                 spent = _spent(work, flat, toll)

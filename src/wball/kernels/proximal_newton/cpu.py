@@ -572,7 +572,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
 
 @compiled()
 def _solve_images(images, moves, goal, chosen, known):  # type: ignore[no-untyped-def]
-    cell = np.empty(images.x[0:1].size, dtype=np.int64)
+    cell = np.empty(images.x[0:1].size, np.int64)
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
         psi = found[3] if chosen.warm else -1.0

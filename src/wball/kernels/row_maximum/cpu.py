@@ -193,20 +193,18 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
                 there = top - reach + r
                 for k in range(wide_columns):
                     column = left - reach + k
-                    inside = (
-                        there >= 0 and there < full_height and column >= 0 and column < full_width
-                    )
+                    inside = 0 <= there < full_height and 0 <= column < full_width
                     target[r * wide_columns + k] = 0.0 if inside else NOWHERE
             for r in range(height):
                 there = corner[0, n] + r
-                if there >= 0 and there < full_height:
+                if 0 <= there < full_height:
                     begin = (around + reach + r) * wide_columns + around + reach
                     for k in range(max(0, -corner[1, n]), min(width, full_width - corner[1, n])):
                         target[begin + k] = coeff[n, c, r, k]
             first = count
             for r in range(rows):
                 there = top + r
-                if there < 0 or there >= full_height:
+                if not 0 <= there < full_height:
                     continue
                 for k in range(max(0, -left), min(columns, full_width - left)):
                     if picture[c, there, left + k] > 0.0:
