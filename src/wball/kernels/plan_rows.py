@@ -67,7 +67,7 @@ class PlanRows:
         ``miss``. Numbers per image are on the host, which has to know when all prices are found.
         """
         budget, psi, miss = torch.stack((budget, psi, miss)).cpu()
-        low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
+        low, high = torch.full_like(psi, -1.0), psi + math.inf
         for _ in range(steps):
             paid = self.at(psi, MOMENTS)[:, :, 1:]
             mean = paid[:, :, 0] / self.norm
