@@ -100,7 +100,7 @@ def predecessors(content: Data, others: Data) -> Table:
                 for r in others["rows"]
                 if (r["model"], r["eps"], r["images"]) == (row["name"], eps, row["images"])
             }
-            best = min(SHORT.keys() & tried, key=tried.__getitem__, default=None)
+            best = min((m for m in SHORT if m in tried), key=tried.__getitem__, default=None)
             said = [f"{tried[best]:.1f} ({SHORT[best]})"] if best else []
             said += [f"{tried[OURS]:.1f}"] if OURS in tried else []
             said += [f"{100 * row['attack']['accuracy'][f'{eps:g}']:.1f}"]

@@ -18,9 +18,10 @@ def measured(results: Path) -> dict[str, str]:
     """Fingerprints of kept weights by name. Other models are trained anew by recipes that need
     them."""
     found: dict[str, str] = {}
-    for path in (*(results / "paper").glob("*.json"), results / "training_variants.json"):
+    board = results / "leaderboard.json"
+    for path in (*(results / "paper").glob("*.json"), board, results / "training_variants.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        data = content.get("data", {"models": content.get("certified", [])})
+        data = content.get("data", {"models": content.get("rows", content.get("certified"))})
         for part in data.get("sets", [data]):
             for row in part.get("models", [part]):
                 if (

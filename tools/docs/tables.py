@@ -91,7 +91,7 @@ def _attacked(board: Row, others: Path) -> list[str]:
         for row in found["rows"]
         if (row["model"], row["eps"], row["images"]) == (board["name"], 0.1, board["images"])
     }
-    steps, best = found["steps"], min(PORTS.keys() & tried, key=tried.__getitem__)
+    steps, best = found["steps"], min((m for m in PORTS if m in tried), key=tried.__getitem__)
     return [
         "robust accuracy of the 2019 paper's adversarially trained network at eps 0.1",
         f"{percent(board['attack']['accuracy']['0.1'])} ({board['images']:,} digits; up to 2,200 gradients; "
