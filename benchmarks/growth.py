@@ -47,8 +47,10 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.2), layout="constrained")
-    axes = figure.subplots(1, len(SIZES), sharey=True)
-    for axis, (grows, size) in zip(axes, SIZES.items(), strict=True):
+    grown = [grows for grows in SIZES if any(row["grows"] == grows for row in rows)]
+    axes = figure.subplots(1, len(grown), sharey=True, squeeze=False)[0]
+    for axis, grows in zip(axes, grown, strict=True):
+        size = SIZES[grows]
         for call in ("project", "sample"):
             found = [r for r in rows if r["grows"] == grows and r["call"] == call]
             times = [r["ns_per_pixel"] for r in found]

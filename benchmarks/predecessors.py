@@ -26,7 +26,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -72,18 +71,8 @@ Rows = Callable[[Sequence[Tensor], Tensor], list[Tensor]]
 compiler keeps a row in registers."""
 
 
-class Predecessor(Protocol):
-    """An attack on a batch: its images, a step along a gradient, and the part with some rows."""
-
-    def images(self) -> Tensor: ...
-
-    def step(self, slope: Tensor, number: int) -> None: ...
-
-    def keep(self, rows: Tensor) -> None: ...
-
-
 class PlanAttack:
-    """State of the attacks of Wu et al.: the plan's rows for pixels that have mass."""
+    """State of the attacks of Wu et al. on a batch: the plan's rows for pixels that have mass."""
 
     def __init__(self, x: Tensor, eps: float, method: str) -> None:
         count = int((x > 0).flatten(1).sum(1).max())
@@ -151,7 +140,7 @@ class SinkhornAttack:
         self._x, self._point = self._x[rows], self._point[rows]
 
 
-METHODS: dict[str, Callable[[Tensor, float], Predecessor]] = {
+METHODS: dict[str, Callable[[Tensor, float], PlanAttack | SinkhornAttack]] = {
     "pgd": lambda x, eps: PlanAttack(x, eps, "pgd"),
     "frank-wolfe": lambda x, eps: PlanAttack(x, eps, "frank-wolfe"),
     "sinkhorn": SinkhornAttack,
