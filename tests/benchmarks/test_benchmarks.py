@@ -104,7 +104,7 @@ def test_public_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(wball, "load_model", bundled)
     monkeypatch.setattr(wball, "load_dataset", digits)
-    words = ["--images", "3", "--only", "1", "--device", "cpu", "--zoo", "0"]
+    words = ["--images", "3", "--only", "1", "--device", "cpu"]
     words += ["--models", str(tmp_path / "weights"), "--data", str(tmp_path)]
     (row,) = measured(public.main, tmp_path / "p.json", *words)["rows"]
     assert row["eps"] == 0.25 and 0 <= row["robust"] <= 100 and "reliable" in row
