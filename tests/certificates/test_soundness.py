@@ -17,6 +17,7 @@ from certificates.test_certify import dense_net, images, lowest
 from marks import slow
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.certificate import Method
+from wball.certificates.tracing import trace
 from wball.input_sets.rows import rounded_up
 
 IMAGES = 16
@@ -155,7 +156,7 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
         box = (0.0, 1.0) if seed % 2 else None
         ball = wball.WassersteinBall(0.02 + 0.1 * (seed % 5), box=box)
         budget = float(ball.budget(x))
-        flat, cost = x[0].double().flatten(1).numpy(), euclidean(side, side)
+        flat, cost = x[0].flatten(1).numpy(), euclidean(side, side)
         layers = affine_maps(net)
         _, plan = worst_plan(layers, flat, int(y), cost, budget, box)
         z = exactly_feasible(plan, flat, cost, budget)
@@ -178,6 +179,11 @@ def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
         exact = exact_gap(affine_maps(net), [Fraction(0)] * 4, int(y))
         assert Fraction(float(bound)) <= exact
         assert float(exact - Fraction(float(bound))) < 1e-9
+
+
+def test_the_allowance_covers_the_longest_sum() -> None:
+    net = dense_net(1, 2, (20_000,), 3, 0)
+    assert trace(net, images(1, 1, 2, 0)).rounding >= 20_000 * 2.0**-53
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wball.cost import StencilCost
+from wball.cost import GridCost, StencilCost
 from wball.kernels import dispatch
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")
@@ -19,7 +19,7 @@ DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")
 
 INTERPRETED = DEVICE == "cpu"
 
-UNIT = (0.0, 1.0)
+UNIT, WINDOW = (0.0, 1.0), GridCost(3)
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
 """Not symmetric; some moves have no way back."""
 FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kernels.cases import (
     DEVICE,
     ONE_WAY,
     UNIT,
+    WINDOW,
     need,
     noise,
     random_images,
@@ -44,7 +45,7 @@ KERNELS = list(dispatch.OPERATIONS["entropic_plan"])
 @dataclass(frozen=True)
 class Case:
     shape: tuple[int, int, int, int]
-    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    cost: GroundCost = WINDOW
     box: tuple[float, float] | None = UNIT
     eps: float = 0.3
     scale: float = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from kernels.cases import (
     INTERPRETED,
     ONE_WAY,
     UNIT,
+    WINDOW,
     noise,
     random_images,
     solver,
@@ -67,7 +68,7 @@ class Case:
 
     x: Tensor
     w: Tensor
-    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    cost: GroundCost = WINDOW
     box: tuple[float, float] | None = UNIT
     eps: float = 0.2  # of the mass
     best: float | None = None  # the optimum, where it is known

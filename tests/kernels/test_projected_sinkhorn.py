@@ -4,7 +4,7 @@ prove it."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from kernels.cases import DEVICE, FREE, ONE_WAY, UNIT, need, solver, some_empty_some_full
+from kernels.cases import DEVICE, FREE, ONE_WAY, UNIT, WINDOW, need, solver, some_empty_some_full
 from wball import WassersteinBall
 from wball.cost import GridCost, GroundCost
 from wball.kernels import dispatch
@@ -26,7 +26,7 @@ KERNELS = list(dispatch.OPERATIONS["projected_sinkhorn"])
 @dataclass(frozen=True)
 class Case:
     shape: tuple[int, int, int, int]
-    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    cost: GroundCost = WINDOW
     box: tuple[float, float] | None = UNIT
     reg: float = 100.0
     eps: float = 0.1

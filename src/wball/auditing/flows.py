@@ -1,7 +1,7 @@
 """Minimum-cost flows between two histograms over the moves that a ground cost allows.
 
-They are computed by a network simplex (POT) or, if its answer fails the checks below, by a linear
-program (HiGHS). The audit and :mod:`wball.solvers.distance` both use this solver.
+They are computed by a network simplex (POT), whose answers are checked here. The audit and
+:mod:`wball.solvers.distance` both use this solver.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ Index = NDArray[np.int64]
 
 AGREE = 1e-8
 """Largest gap between upper and lower bound, as a fraction of mass x largest cost."""
+
+LOST = 1e-12
+"""Mass that may stay unmatched although another flow would match it, as a fraction of the mass."""
 
 
 class ListedMoves(NamedTuple):
@@ -64,6 +67,7 @@ class Matching(NamedTuple):
     Attributes:
         cost: of the whole flow.
         missing: mass that is not matched.
+        more: upper bound of how much of that another flow could match.
         arcs: the moves between entries with mass, as positions in the list of moves.
         flow: mass on each of these arcs.
         row_prices: dual prices of the entries of the first histogram with mass.
@@ -72,6 +76,7 @@ class Matching(NamedTuple):
 
     cost: float
     missing: float
+    more: float
     arcs: Index
     flow: Array
     row_prices: Array
@@ -91,37 +96,37 @@ class _Network(NamedTuple):
     demand: Array
 
 
-_Answer = tuple[Array, Array, Array]
-
-
 def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
-    """Match ``a`` with ``b``, of equal mass, at the least cost; inf if every solver fails.
+    """Match ``a`` with ``b``, of equal mass, at the least cost; inf if the solver fails.
 
     As a linear program: ``min <P, C> + M (sum r + sum s)`` with ``P 1 + r = a``, ``P^T 1 + s = b``,
     all >= 0. Each unit of unmatched mass appears once in ``r`` and once in ``s``. To match it costs
     at most the largest cost per pixel on the way, so ``M = 1 + pixels * largest cost`` matches as
     much mass as the moves permit. As a flow, ``r`` goes to an extra node and ``s`` comes from one.
     """
-    most = min(int((a > 0).sum()), int((b > 0).sum()))
-    # A large M costs digits. A smaller M gives the same answer if all mass is matched.
+    most, found = min(int((a > 0).sum()), int((b > 0).sum())), no_flow(math.inf)
+    # A large M costs digits. A smaller M gives the same answer if no other flow matches more.
     for length in sorted({min(most, 64), most}):
-        found = match_at(moves, a, b, 1.0 + moves.dearest * length)
-        if found is not None and (found.missing <= 1e-12 * a.sum() or length == most):
-            return found
-    return no_flow(math.inf)
+        better = match_at(moves, a, b, 1.0 + moves.dearest * length)
+        if better is None:
+            return found._replace(cost=found.cost + found.more * moves.dearest * most)
+        found = better
+        if found.more <= LOST * a.sum():
+            break
+    return found
 
 
 def no_flow(cost: float) -> Matching:
-    """A matching without moves and with the given cost: 0, or inf if no solver succeeds."""
+    """A matching without moves and with the given cost: 0, or inf if the solver fails."""
     empty = np.zeros(0)
-    return Matching(cost, 0.0, np.zeros(0, np.int64), empty, empty, empty)
+    return Matching(cost, 0.0, 0.0, np.zeros(0, np.int64), empty, empty, empty)
 
 
 def match_at(moves: ListedMoves, a: Array, b: Array, unmatched: float) -> Matching | None:
     """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass.
 
     An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
-    Returns ``None`` if every solver fails.
+    Returns ``None`` if the solver fails.
     """
     rows, columns, mass = np.flatnonzero(a), np.flatnonzero(b), float(a.sum())
     n, m = len(rows), len(columns)
@@ -135,22 +140,37 @@ def match_at(moves: ListedMoves, a: Array, b: Array, unmatched: float) -> Matchi
         np.append(a[rows] / mass, 1.0),
         np.append(b[columns] / mass, 1.0),
     )
-    for solve in (_by_network_simplex, _by_linear_program):
-        answer = solve(net)
-        if answer is not None and _optimal(net, answer, AGREE * max(moves.dearest, 1.0)):
-            flow, u, v = answer
-            flow = mass * np.maximum(flow, 0.0)
-            matched, missing = flow[: len(arcs)], float(flow[len(arcs) : -1].sum()) / 2
-            return Matching(
-                float(matched @ moves.price[arcs]), missing, arcs, matched, u[:-1], v[:-1]
-            )
-    return None
+    flow, u, v = _by_network_simplex(net)
+    if not _optimal(net, flow, u, v, AGREE * max(moves.dearest, 1.0)):
+        return None
+    flow *= mass
+    matched, missing = flow[: len(arcs)], float(flow[len(arcs) : -1].sum()) / 2
+    more = 0.0 if missing <= LOST * mass else _cut(net, flow, len(arcs), LOST * mass / len(flow))
+    cost = float(matched @ moves.price[arcs])
+    return Matching(cost, missing, more, arcs, matched, u[:-1], v[:-1])
 
 
-def _optimal(net: _Network, answer: _Answer, gap: float) -> bool:
+def _cut(net: _Network, flow: Array, count: int, negligible: float) -> float:
+    """How much more mass the first ``count`` arcs could match: at most the capacity of a cut.
+
+    The cut separates what unmatched mass of the first histogram reaches: forward by these arcs, and
+    backward against flow that is not negligible.
+    """
+    from scipy import sparse
+    from scipy.sparse import csgraph
+
+    extra, head = len(net.supply) - 1, net.head + len(net.supply)
+    back = (flow > negligible) & (net.tail < extra)
+    start = np.append(net.tail[:count], head[back])
+    end = np.append(head[:count], net.tail[back])
+    nodes = np.arange(head[-1] + 1)
+    graph = sparse.csr_matrix((np.ones(len(start)), (start, end)), shape=(len(nodes),) * 2)
+    reached = np.isin(nodes, csgraph.breadth_first_order(graph, head[-1])[0])
+    return float(flow[:-1][(~reached[net.tail] & reached[head])[:-1]].sum())
+
+
+def _optimal(net: _Network, flow: Array, u: Array, v: Array, gap: float) -> bool:
     """Whether a flow adds up and its cost is within ``gap`` of a lower bound."""
-    flow, u, v = answer
-    flow = np.maximum(flow, 0.0)
     wrong = float(np.abs(np.bincount(net.tail, flow, len(u)) - net.supply).sum())
     wrong += float(np.abs(np.bincount(net.head, flow, len(v)) - net.demand).sum())
     # Lower the row prices until they satisfy every arc: then they give a lower bound in any case.
@@ -160,9 +180,9 @@ def _optimal(net: _Network, answer: _Answer, gap: float) -> bool:
     return wrong <= AGREE and float(flow @ net.price) - lower <= gap
 
 
-def _by_network_simplex(net: _Network) -> _Answer | None:
+def _by_network_simplex(net: _Network) -> tuple[Array, Array, Array]:
     """Flow on each arc and the dual prices, by POT."""
-    import ot  # here and below: slow to import
+    import ot  # here and above: slow to import
     from scipy import sparse
 
     shape = (len(net.supply), len(net.demand))
@@ -180,23 +200,5 @@ def _by_network_simplex(net: _Network) -> _Answer | None:
     order = np.argsort(key)
     used = np.searchsorted(key, plan.row.astype(np.int64) * shape[1] + plan.col, sorter=order)
     flow = np.zeros(len(net.price))
-    flow[order[used]] = plan.data
+    flow[order[used]] = np.maximum(plan.data, 0.0)
     return flow, np.asarray(log["u"]), np.asarray(log["v"])
-
-
-def _by_linear_program(net: _Network) -> _Answer | None:
-    """The same by HiGHS, which is slower and used only if the first solution fails the checks."""
-    from scipy import sparse
-    from scipy.optimize import linprog
-
-    n, arcs = len(net.supply), np.arange(len(net.price))
-    node = np.append(net.tail, net.head + n)
-    sums = sparse.csr_matrix((np.ones(2 * len(arcs)), (node, np.tile(arcs, 2))))
-    # One of the sums follows from the others; with rounding it might contradict them.
-    wanted = np.append(net.supply, net.demand)[:-1]
-    tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    answer = linprog(net.price, A_eq=sums[:-1], b_eq=wanted, method="highs", options=tight)
-    if answer.x is None:
-        return None
-    prices = np.append(answer.eqlin.marginals, 0.0)
-    return np.asarray(answer.x), prices[:n], prices[n:]

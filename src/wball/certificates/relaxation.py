@@ -14,9 +14,9 @@ are in :mod:`wball.certificates.anchor`.
 
 Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all
 searching may run in float32. The evaluation that counts is in float64 (rows, constants, charges,
-input maximum), from float64 bounds of earlier layers, and is lowered by ``ROUNDING`` times the sum
-of the magnitudes that entered it. The network that is certified is the one with the given weights
-in exact arithmetic.
+input maximum), from float64 bounds of earlier layers, and is lowered by ``Graph.rounding`` times
+the sum of the magnitudes that entered it. The network that is certified is the one with the given
+weights in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
 from wball.inputs import dot
-
-ROUNDING = 1e-12
-"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the
-unit round-off."""
 
 NEGLIGIBLE = 1e-7
 """Share of its range by which a unit may cross 0 without being bounded again."""
@@ -134,7 +130,7 @@ class Intervals:
             elif isinstance(op, Affine):
                 parts = [self._found[k] for k in op.inputs]
                 known = [part for part in parts if part is not None]
-                found = _widened(op, known) if len(known) == len(parts) else None
+                found = self._widened(op, known) if len(known) == len(parts) else None
             elif place in bounds.lower:
                 assert isinstance(op, (Activation, Curved))
                 found = op.interval(bounds.lower[place], bounds.upper[place])
@@ -151,17 +147,13 @@ class Intervals:
         centre, radius = interval
         bounds.set(position, centre - radius, centre + radius)
 
-
-def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
-    """The interval after an operation, widened for the rounding of every sum in it."""
-    found = op.interval(*parts)
-    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
-    if found is None or summed is None:
-        return None
-    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), (
-        f"{op.name}: negative radius"
-    )
-    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
+    def _widened(self, op: Affine, parts: list[Interval]) -> Interval | None:
+        """The interval after an operation, widened for the rounding of every sum in it."""
+        found = op.interval(*parts)
+        summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
+        if found is None or summed is None:
+            return None
+        return found[0], found[1] + self.graph.rounding * (summed[1] + found[0].abs())
 
 
 class Relaxation:
@@ -279,12 +271,12 @@ class Relaxation:
         elif settle and (steepest := self.source.steepest(at_input)) is not None:
             largest = dot(negated.coeff, at_input.read(self.source.x))
             largest += steepest * self.source.budget[rows.image]
-            rough = constant - largest - 2 * ROUNDING * (size + largest.abs())
+            rough = constant - largest - 2 * self.graph.rounding * (size + largest.abs())
             left = (rough <= 0).nonzero()[:, 0]
             largest[left] = self.source.maximum(negated.take(left), rounds=rounds)
         else:
             largest = self.source.maximum(negated, charges, rounds=rounds)
-        value = constant - largest - ROUNDING * (size + largest.abs())
+        value = constant - largest - self.graph.rounding * (size + largest.abs())
         return Bound(value, at_input, charges, constant)
 
     # ---- whole layers
@@ -364,9 +356,9 @@ class Relaxation:
         if layer is None or self.centre is None or not several:
             return False
         low, up, centre = bounds.lower[position], bounds.upper[position], self.centre[position]
-        room = ROUNDING * (centre.abs() + up - low)
+        room = self.graph.rounding * (centre.abs() + up - low)
         fall, rise = (
-            (1 + ROUNDING) * layer.gain(sign, self.source, self.deadline) + room
+            (1 + self.graph.rounding) * layer.gain(sign, self.source, self.deadline) + room
             for sign in (-1.0, 1.0)
         )
         bounds.set(position, torch.maximum(low, centre - fall), torch.minimum(up, centre + rise))

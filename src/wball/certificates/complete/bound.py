@@ -21,7 +21,6 @@ from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, charge, ch
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Activation, Curved, Graph, back
 from wball.certificates.relaxation import (
-    ROUNDING,
     Bounds,
     Relaxation,
     anchored_line,
@@ -236,7 +235,7 @@ def trace_back(
         + largest.detach().abs()
         + rows.coeff.detach().abs().flatten(1).sum(1)
     )
-    rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
+    rounding = graph.rounding * torch.stack([size, *sizes]).sum(0)
     slack = graph.slack_of(problems.y[problem], problems.other[problem])
     rounding = (rounding + slack).to(dtype)
     weights = {k: w.coeff for k, (_, w) in charged.items()}
