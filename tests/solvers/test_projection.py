@@ -17,7 +17,7 @@ from wball.result import Status
 @given(problems())
 @settings(max_examples=15)
 def test_point_is_in_the_ball_and_status_is_honest(problem: Problem) -> None:
-    for reg, max_iter in ((math.inf, 1), (math.inf, 4), (1e3, 1), (1e6, 500)):
+    for reg, max_iter in ((math.inf, 1), (math.inf, 4), (1e3, 1), (1e8, 500)):
         result = problem.ball.project(problem.x, problem.w, reg, max_iter=max_iter)
         report = wball.audit(problem.ball, problem.x, result.point)
         assert report.all_valid, f"{problem.label} reg={reg} max_iter={max_iter}\n{report}"
@@ -106,7 +106,7 @@ def test_points_are_valid_at_any_reg(reg: float, dtype: torch.dtype) -> None:
             assert bool((result.gap <= allowed)[result.converged].all())
     if reg < math.inf:
         paper = wball.WassersteinBall(0.1).project(x, w, reg, max_iter=50, mode="paper")
-        assert bool(paper.point.isfinite().all())
+        assert paper.point.isfinite().all()
 
 
 @pytest.mark.parametrize("cost", ["grid", "matrix"])

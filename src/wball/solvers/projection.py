@@ -8,8 +8,8 @@ r"""Projection onto the Wasserstein ball: the nearest point of the ball to an im
 :mod:`wball.kernels.proximal_newton`. Finite ``reg`` is the paper's ``lambda``, in the units of an
 image scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. It is solved by
 :mod:`wball.kernels.projected_sinkhorn`, from a cold start or a warm one. Sweeps converge slowly
-where ``tau`` is small: images that are not solved
-continue with :mod:`wball.kernels.proximal_newton` as well.
+where ``tau`` is small, and the factors of plans lose digits: such images continue with
+:mod:`wball.kernels.proximal_newton` as well.
 
 The box is part of the ball. Whatever stops the solver, the returned point is the column sum of a
 repaired plan, hence in the ball, and ``gap`` bounds its distance from the optimum, because the dual
@@ -126,10 +126,12 @@ def _swept(
         grid, as_images(w), spend, moves, problem.box, tau,
         u=u, psi=psi, tol=effort.tol, max_iter=SWEEPS, factors=True,
     ))  # fmt: skip
-    gap, solved = answer.gap, answer.gap <= answer.allowed
+    gap = answer.gap
+    # The exponents of a plan in factors are rounded in proportion to |u| / tau.
+    solved = (largest(answer.u) <= 1e8 * tau) | (tau <= 0)
     if spend is not budget:  # some budget is held back for rounding
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
-        solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
+        solved = solved & ~((spend <= 0) & (budget > 0))
     # The kernel treats a ball without budget as one point, even if moves are free.
     if moves.has_free:
         solved = solved & ~((spend <= 0) & _escapes(moves, grid))
@@ -140,7 +142,7 @@ def _swept(
         objective=answer.objective,
         gap=gap,
         residual=answer.residual,
-        status=statuses(solved),
+        status=statuses(solved & (gap <= answer.allowed)),
         n_iter=answer.n_iter,
         duals=Duals(answer.u.reshape(x.shape), answer.psi),
         write=partial(FactoredPlan.tempered, moves, grid, *factors),
