@@ -70,7 +70,7 @@ def bar(
     ``show=None`` shows it on a terminal or in a notebook, unless the work is part of a larger one
     that has a bar. With ``parts``, attacks report to it.
     """
-    notebook = "ipykernel" in sys.modules
+    notebook = "ipykernel.kernelapp" in sys.modules
     if show is None:
         show = AROUND.get() is None and (sys.stderr.isatty() or notebook)
     if not show:
