@@ -266,7 +266,7 @@ class Graph:
     def rounding(self) -> float:
         """Allowance for rounding in float64, relative to the magnitudes summed: twice the error of
         a sum with as many terms as the largest layer has values, but at least 1e-12."""
-        return max(1e-12, 2.0**-52 * max(math.prod(op.shape) for op in self.ops))
+        return max(1e-12, 2.3e-16 * max(math.prod(op.shape) for op in self.ops))
 
     def slack_of(self, y: Tensor, other: Tensor) -> Tensor | float:
         """The largest error of the difference of two logits."""

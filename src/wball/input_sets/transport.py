@@ -147,9 +147,9 @@ class TransportSet(InputSet):
         """The largest step between neighbours, by which every pixel is reached in at most
         ``sqrt(2)`` times its distance. Whole distances cost no more than their powers.
         """
-        if self.power is None or self.power < 1 or rows.coeff.ndim != 4:
+        if not self.power or self.power < 1 or math.prod(rows.coeff.shape[2:]) < 2:
             return None
-        coeff = rows.coeff if rows.corner is None else F.pad(rows.coeff, (1,) * 4)
+        coeff = rows.coeff if rows.corner is None else F.pad(rows.coeff, [1] * 4)
         steps = [coeff.diff(dim=k).abs().flatten(1) for k in (2, 3)]
         return 1.4142135623731 * torch.cat(steps, 1).amax(1)
 
