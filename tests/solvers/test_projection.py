@@ -17,7 +17,7 @@ from wball.result import Status
 @given(problems())
 @settings(max_examples=15)
 def test_point_is_in_the_ball_and_status_is_honest(problem: Problem) -> None:
-    for reg, max_iter in ((math.inf, 1), (math.inf, 4), (1e3, 1), (1e8, 500)):
+    for reg, max_iter in ((math.inf, 1), (math.inf, 4), (1e3, 1), (1e6, 500)):
         result = problem.ball.project(problem.x, problem.w, reg, max_iter=max_iter)
         report = wball.audit(problem.ball, problem.x, result.point)
         assert report.all_valid, f"{problem.label} reg={reg} max_iter={max_iter}\n{report}"

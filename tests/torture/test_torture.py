@@ -15,6 +15,7 @@ from torture.networks import certify_and_attack
 from torture.operations import findings
 
 CASES, PARTS = range(1410, 1570), 4
+"""The first is a projection whose plan lost digits in factors."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))

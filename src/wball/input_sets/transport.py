@@ -145,7 +145,8 @@ class TransportSet(InputSet):
 
     def steepest(self, rows: Rows) -> Tensor | None:
         """The largest step between neighbours, by which every pixel is reached in at most
-        ``sqrt(2)`` times its distance. Whole distances cost no more than their powers.
+        ``sqrt(2)`` times its distance. Whole distances cost no more than their powers. ``None``
+        if it bounds nothing, or there are no neighbours.
         """
         if not self.power or self.power < 1 or math.prod(rows.coeff.shape[2:]) < 2:
             return None
