@@ -409,9 +409,9 @@ def test_newton_spends_the_budget_on_signs(eps: float, noise: float) -> None:
     g = g.sign() + noise * g
     assert bool(WassersteinBall(eps).support(x, g, max_iter=200).converged.all())
     # White pixels a rounding error below 1, as resized photographs have them.
-    white = (1 - 6e-8) * (1 - x[:10])
-    found = WassersteinBall(eps).support(white, g[:10], max_iter=200)
-    assert int(found.converged.sum()) >= 9
+    white = (1 - 6e-8) * (1 - x[:30])
+    found = WassersteinBall(eps).support(white, g[:30])
+    assert int(found.converged.sum()) >= 28
 
 
 @pytest.mark.gpu

@@ -21,10 +21,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Timer
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -206,8 +206,19 @@ class Tolerance:
     floor: Tensor
 
 
-@dataclass(frozen=True)
-class Best:
+class Images(NamedTuple):
+    """The arrays of a :class:`Problem` and its starting points."""
+
+    x: Any
+    budget: Any
+    target: Any
+    start: Any
+    tau: Any
+    offset: Any
+    floor: Any
+
+
+class Best(NamedTuple):
     """What is known about each image, in float64 and improved in place; a minimum is sought.
 
     Attributes:
@@ -230,7 +241,7 @@ class Best:
 
     def to(self, device: torch.device) -> Best:
         """The state on the device of a kernel."""
-        return Best(*(getattr(self, f.name).to(device).contiguous() for f in fields(self)))
+        return Best(*(values.to(device).contiguous() for values in self))
 
     def keep_plan(self, index: Tensor, plan: Plan, primal: Tensor) -> None:
         """Keep feasible plans where they are the best so far."""
@@ -275,6 +286,11 @@ class Problem:
     exact: bool
     tolerance: Tolerance
     deadline: Deadline = field(default_factory=Deadline)
+
+    def images(self, start: Tensor) -> Images:
+        """What kernels read of each image."""
+        target, limits = self.columns.target, self.tolerance
+        return Images(self.x, self.budget, target, start, self.tau, limits.offset, limits.floor)
 
     def take(self, index: Tensor) -> Problem:
         """The problems of a subset of the images."""

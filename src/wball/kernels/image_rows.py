@@ -37,31 +37,6 @@ class Goal(NamedTuple):
     stop: Any  # (1,): 1 when time is up
 
 
-class Images(NamedTuple):
-    """The arrays of a :class:`wball.kernels.column_problem.Problem` and its starting points."""
-
-    x: Any
-    budget: Any
-    target: Any
-    start: Any
-    tau: Any
-    offset: Any
-    floor: Any
-
-
-class Known(NamedTuple):
-    """The arrays of :class:`wball.kernels.column_problem.Best`, and the steps used."""
-
-    flow: Any
-    z: Any
-    primal: Any
-    dual: Any
-    hard: Any
-    u: Any
-    psi: Any
-    n_iter: Any
-
-
 class ImageProblem(NamedTuple):
     """One image: rows with mass, columns within reach."""
 

@@ -74,8 +74,8 @@ class Method(NamedTuple):
     stiffness: float
 
 
-QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, stiffness=2.0)
-LINEAR = Method(first=6.0, settled=0.05, cg_tol=0.01, stiffness=2.0)
+QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, stiffness=4.0)
+LINEAR = Method(first=6.0, settled=0.05, cg_tol=0.01, stiffness=4.0)
 ENTROPIC_QUADRATIC = Method(first=4.0, settled=3e-4, cg_tol=1e-2, stiffness=0.3)
 ENTROPIC_LINEAR = Method(first=20.0, settled=3e-4, cg_tol=1e-2, stiffness=0.3)
 
@@ -96,9 +96,9 @@ ROUNDING = 1e-15
 centre is the solution moves nothing, and no residual is small beside that."""
 WARM = 8.0
 """Factor on the first ``sigma`` where ``u`` is the solution of a similar problem."""
-GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
-"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more
-than ``SLOW``; it shrinks after steps that were not solved."""
+GROWTH, QUICK, SHRINK = 1.4, 6, 4.0
+"""``sigma`` grows after steps of at most ``QUICK`` Newton steps, and shrinks after steps that were
+not solved."""
 SLIDE = 2.0
 """``sigma`` grows by this after a single Newton step that did not narrow the gap: the plan slides
 along an edge. Directions with near ties, such as signs with rounding errors, need many of these."""
@@ -109,10 +109,10 @@ SPARSE = 32.0
 as 0: e^-32 is a hundredth of float64's rounding."""
 SHARPER, SHARPEST = 0.05, 1e-9
 """Repeated steps at ``1 / tau`` are solved this much more precisely each time, and this precisely
-at last."""
+at last; without entropy, steps after one whose repair lost more than its gap."""
 RELAX = 0.25
 """Factor on ``stiffness`` after each Newton step that was not shortened: some columns have far to
-go."""
+go. It grows by as much after one that was."""
 INNER, CG_MAX, HALVINGS = 45, 300, 25
 """Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
 search, at most. Images whose columns are nearly all full need up to 35 for the first proximal
@@ -127,9 +127,8 @@ dual, and most such images were not solved."""
 PATIENCE = 30
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
-"""A plan is repaired when its own gap is at most this times the one allowed for what it reaches,
-when the gap stops narrowing (not in Triton, which has room for one plan), or when it is the last.
-The repair costs more than a step and never narrows the gap."""
+"""A plan is repaired when its own gap is at most this times the one allowed for what it reaches, or
+when it is the last. The repair costs more than a step and never narrows the gap."""
 
 
 def proximal_newton(
@@ -147,22 +146,22 @@ def proximal_newton(
     Returns:
         The Newton steps used per image, and the name of the kernel that served.
     """
-    x, hi, limits = problem.x, problem.columns.hi, problem.tolerance
+    x, hi = problem.x, problem.columns.hi
     n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
     near = (x < hi) & (x > hi * (1 - NEARLY)) & ~per_image(problem.single, x)
-    changed, full = near.flatten(1).any(1), torch.where(near, hi, x)
-    if bool(changed.any()):
+    index = near.flatten(1).any(1).nonzero().flatten()
+    if index.numel():
+        here = problem.take(index)
+        full = torch.where(near[index], hi, here.x)
+        limits = here.tolerance
         strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
-        nearby = replace(problem, x=full, tolerance=strict)
-        share = (x / full).nan_to_num(1.0).unsqueeze(2)
-        best.flow.div_(share)
-        n_iter, served = proximal_newton(nearby, start, max_iter, best, warm=warm)
-        plan = Plan(problem.moves, best.flow.mul_(share))
-        dual, hard = problem.lower_bounds(best.u, best.psi)
-        best.dual.copy_(torch.where(changed, dual, best.dual))
-        best.hard.copy_(torch.where(changed, hard, best.hard))
-        best.z.copy_(plan.columns())
-        best.primal.copy_(problem.objective(plan))
+        nearby = replace(here, x=full, tolerance=strict)
+        found = nearby.at_centre(here.columns.objective(full))
+        found.psi.copy_(best.psi[index])
+        n_iter[index], served = proximal_newton(nearby, start[index], max_iter, found, warm=warm)
+        plan = Plan(here.moves, found.flow.mul_((here.x / full).nan_to_num(1.0).unsqueeze(2)))
+        best.keep_plan(index, plan, here.objective(plan))
+        best.keep_duals(index, found.u, found.psi, here.lower_bounds(found.u, found.psi))
     kernel, todo = dispatch.choose("proximal_newton", x, problem.moves), problem.todo(best)
     if not todo.numel():
         return n_iter, served

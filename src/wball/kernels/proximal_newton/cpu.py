@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from wball.cost import Moves, StencilMoves
 from wball.kernels import proximal_newton as settings
-from wball.kernels.column_problem import Best, Problem
+from wball.kernels.column_problem import Best, Images, Problem
 from wball.kernels.compiled import compiled, exp
 from wball.kernels.dispatch import split
 from wball.kernels.image_rows import (
     Goal,
-    Images,
-    Known,
     Window,
     allowed,
     copy,
@@ -76,20 +73,17 @@ def proximal_newton(
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
     columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
-    images = (
-        problem.x, problem.budget, columns.target, start, problem.tau, limits.offset, limits.floor,
-    )  # fmt: skip
-    given = [t.detach().double().contiguous().numpy() for t in images]
+    given = [t.detach().double().contiguous().numpy() for t in problem.images(start)]
     n_iter = np.zeros(batch, dtype=np.int64)
-    known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
+    state: Any = (Images, given), (Best, [values.numpy() for values in best])
     assert isinstance(problem.moves, StencilMoves)
     moves, chosen = _window(problem.moves), _NewtonSettings(settings.method(problem), warm)
     box, effort = (columns.lo, columns.hi, columns.linear), (max_iter, REPAIR_SWEEPS)
 
     def run(part: slice, stop: NDArray[np.int64]) -> None:
         goal = Goal(*box, limits.tol, limits.parts, *effort, stop)
-        here, there = Images(*(a[part] for a in given)), Known(*(a[part] for a in known))
-        _solve_images(here, moves, goal, chosen, there)
+        here, found = (kind(*(a[part] for a in arrays)) for kind, arrays in state)
+        _solve_images(here, moves, goal, chosen, found, n_iter[part])
 
     begin = time.monotonic()
     run(slice(0, 0), np.zeros(1, dtype=np.int64))  # compile
@@ -421,26 +415,6 @@ def _direction(p, step, u, psi, shares, gradient, slope, stiffness, d):  # type:
 
 
 @compiled(inner=True)
-def _first_price(p, step, u, known, shares, gradient):  # type: ignore[no-untyped-def]
-    """A price slightly above the one at which the first step's plan costs the budget; ``known`` is
-    one to begin with."""
-    low, high = 0.0, 0.0
-    for attempt in range(80):
-        if _evaluate(p, step, u, high, shares, gradient)[1] <= 0.0:
-            break
-        low, high = high, 4.0 * high if attempt > 0 else max(known, 1e-3 * _range(u))
-    for _ in range(30):
-        if high - low <= 0.02 * high or p.stop[0] != 0:
-            break
-        middle = 0.5 * (low + high)
-        if _evaluate(p, step, u, middle, shares, gradient)[1] > 0.0:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-@compiled(inner=True)
 def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-untyped-def]
     """Newton's method for one proximal step from ``u`` and ``psi``, at most ``left`` iterations;
     ``u``, ``shares`` and ``gradient`` end at its solution.
@@ -491,15 +465,16 @@ def _solve_step(p, step, left, u, psi, shares, gradient):  # type: ignore[no-unt
         if not ascends:
             dual, slope, _, pull = _evaluate(p, step, u, psi, shares, gradient)
             return psi, dual - pull + psi * abs(slope), taken, False
-        stiffness = settings.RELAX * stiffness if length == whole else method.stiffness
+        tighter = max(stiffness / settings.RELAX, method.stiffness)
+        stiffness = settings.RELAX * stiffness if length == whole else tighter
         copy(new_u, u)
         copy(new_gradient, gradient)
         psi, dual, slope = new_psi, new_dual, new_slope
 
 
 @compiled(inner=True)
-def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """Solve one image from ``u`` and ``psi`` (negative if unknown). Returns the steps used.
+def _solve(p, goal, chosen, u, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """Solve one image from ``u`` and the price that is known. Returns the steps used.
 
     ``found`` as in :func:`wball.kernels.image_rows.opened`.
     """
@@ -515,9 +490,7 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
     coldest = math.inf if exact else 1.0 / p.tau
     sigma = min(method.first * (settings.WARM if chosen.warm else 1.0) / _range(u), coldest)
     step = _ImageStep(sigma, 1.0, centre, end, method)
-    idle, narrow, entropy = 0, math.inf, 0.0
-    if psi < 0.0:
-        psi = _first_price(p, step, u, found[3], shares, gradient)
+    idle, narrow, entropy, psi = 0, math.inf, 0.0, found[3]
     while steps < goal.max_iter:
         psi, value, taken, solved = _solve_step(
             p, step, goal.max_iter - steps, u, psi, shares, gradient
@@ -539,16 +512,12 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             if p.linear and solved:
                 off = _norm(gradient) * _range(u)
                 last = last or rest + off <= 3e-13 * (abs(value) + p.noise)
-            shown = (
-                last or idle == 1 or rest <= settings.PROMISING * allowed(p, goal, value, entropy)
-            )
+            shown = last or rest <= settings.PROMISING * allowed(p, goal, value, entropy)
             if not solved:
                 sigma /= settings.SHRINK
             elif taken <= settings.QUICK:
                 growth = settings.SLIDE if idle > 0 and taken <= 1 else settings.GROWTH
                 sigma = min(sigma * growth, settings.MOST / _range(u))
-            elif taken > settings.SLOW:
-                sigma /= settings.GROWTH
         else:
             final, ends = sigma >= coldest, solved or taken < settings.INNER
             last = last or final and ends and precision <= settings.SHARPEST
@@ -562,19 +531,21 @@ def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[n
             if primal < found[0]:
                 found[0], entropy = primal, spread
                 copy(flow, best_flow)
-        if last or found[0] - found[1] <= allowed(p, goal, found[0], entropy):
+        enough = allowed(p, goal, found[0], entropy)
+        if last or found[0] - found[1] <= enough:
             break
-        if exact and solved:
-            shares, centre = centre, shares
+        if exact:
+            precision = settings.SHARPER * precision if shown and rest <= enough else 1.0
+            if solved:
+                shares, centre = centre, shares
         step = _ImageStep(sigma, precision, centre, end, method)
     return steps
 
 
 @compiled()
-def _solve_images(images, moves, goal, chosen, known):  # type: ignore[no-untyped-def]
+def _solve_images(images, moves, goal, chosen, known, n_iter):  # type: ignore[no-untyped-def]
     cell = np.empty(images.x[0:1].size, np.int64)
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
-        psi = found[3] if chosen.warm else -1.0
-        known.n_iter[m] = _solve(p, goal, chosen, u, psi, best_flow, best_u, found)
+        n_iter[m] = _solve(p, goal, chosen, u, best_flow, best_u, found)
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

@@ -30,8 +30,6 @@ def proximal_newton(
     sigma = torch.minimum(first / spread(start), coldest)
     stay = problem.moves.stay().to(problem.x).expand(*problem.x.shape[:2], -1, -1, -1)
     at = Step(stay, sigma, torch.ones_like(sigma), start, best.psi.clone())
-    if not warm:
-        at = at._replace(psi=_first_price(problem, at))
     narrow, idle = torch.full_like(best.psi, math.inf), torch.zeros_like(n_iter)
     while active.numel():
         here = problem.take(active)
@@ -51,7 +49,7 @@ def proximal_newton(
             # The best plan may still be the centre: use this plan's objective for the allowed gap.
             limits, reached = here.tolerance, bounds[0] + rest
             near = limits.tol * (reached + limits.offset).abs() + limits.floor
-            shown = done | (idle[active] == 1) | (rest <= settings.PROMISING * near)
+            shown = done | (rest <= settings.PROMISING * near)
             at = _next_centre(at, end, taken, solved, idle[active])
         else:
             final, ends = at.sigma >= coldest[active], solved | (taken < settings.INNER)
@@ -62,6 +60,9 @@ def proximal_newton(
             sigma = torch.minimum(colder, coldest[active])
             at = Step(at.centre, sigma, precision, end.u, end.psi)
         _repair(here.take(shown), end.share[shown], active[shown], best)
+        if problem.exact:
+            lost = shown & (rest <= here.allowed(best, active))
+            at = at._replace(precision=torch.where(lost, settings.SHARPER * at.precision, 1.0))
         done |= here.done(best, active)
         if bool(done.any()):
             at, active = at.take(~done), active[~done]
@@ -73,28 +74,9 @@ def _next_centre(at: Step, end: Point, taken: Tensor, solved: Tensor, idle: Tens
     growth = torch.where((taken <= 1) & (idle > 0), settings.SLIDE, settings.GROWTH)
     grown = torch.minimum(at.sigma * growth, settings.MOST / spread(end.u))
     sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
-    sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
     sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
     centre = torch.where(per_image(solved, end.share), end.share, at.centre)
     return Step(centre, sigma, at.precision, end.u, end.psi)
-
-
-def _first_price(problem: Problem, step: Step) -> Tensor:
-    """A price slightly above the one at which the first step's plan costs the budget."""
-    low = high = torch.zeros_like(step.psi)
-    for attempt in range(80):
-        over = evaluate(problem, step, step.u, high).slope > 0
-        if not bool(over.any()):
-            break
-        more = 4 * high if attempt > 0 else torch.maximum(step.psi, 1e-3 * spread(step.u))
-        low, high = torch.where(over, high, low), torch.where(over, more, high)
-    for _ in range(30):
-        if bool((high - low <= 0.02 * high).all()):
-            break
-        middle = 0.5 * (low + high)
-        over = evaluate(problem, step, step.u, middle).slope > 0
-        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    return high
 
 
 def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tensor, Tensor]:
@@ -115,7 +97,8 @@ def _solve_step(problem: Problem, step: Step, left: Tensor) -> tuple[Point, Tens
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
         new, ascends, whole = _ascend(problem, step, at, stiffness)
-        stiffness = torch.where(whole, settings.RELAX * stiffness, method.stiffness)
+        tighter = (stiffness / settings.RELAX).clamp(min=method.stiffness)
+        stiffness = torch.where(whole, settings.RELAX * stiffness, tighter)
         taken += going
         at = new.where(going & ascends, at)
         ascends |= ~going

@@ -1,8 +1,7 @@
 r"""The dual of a proximal step inside a Triton program: the plan and the residual at given
 potentials.
 
-Of small images, rows with mass and columns within their reach are listed: of a digit's pixels, one
-    in six has mass.
+Rows with mass and columns within their reach are listed: of a digit's pixels, one in six has mass.
 """
 
 # mypy: ignore-errors
@@ -16,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels import proximal_newton as settings
-from wball.kernels.triton_stencil import INTERPRETED, Layout, read, staged_position
+from wball.kernels.triton_stencil import INTERPRETED, Layout, read
 
-BUFFERS = tl.constexpr(12)
-D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
-    tl.constexpr(i) for i in range(12)
+BUFFERS = tl.constexpr(17)
+D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, OWN, TOLL, DIAGONAL, SHARE, FEES, R, H = (
+    tl.constexpr(i) for i in range(17)
 )
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the
-gradient on trial and that of the current potentials, rows' thresholds; conjugate gradients'
-direction, rows' means and columns' constants, which are no longer needed when the repair works
-there. What lies before the first pixel of the potentials is the halo behind the buffer before
-them."""
+gradient on trial and that of the current potentials, rows' thresholds; and what conjugate gradients
+need, packed: directions, rows' means, constants of columns and rows, residuals and products. The
+repair works there as well. What lies before the first pixel of the potentials is the halo behind
+the buffer before them."""
 SPARSE = tl.constexpr(settings.SPARSE)
 GROUP = tl.constexpr(5)
 """Moves whose loads are under way at once. The assembler puts each load right before the arithmetic
@@ -37,15 +36,14 @@ loads."""
 
 class SolveCase(NamedTuple):
     """What the program is compiled for: images, the number of moves, whether there is a lower bound
-    above 0, whether columns are linear, whether there is no entropy, whether rows and columns are
-    listed, how many an evaluation takes at once, and the settings."""
+    above 0, whether columns are linear, whether there is no entropy, how many rows or columns are
+    taken at once, and the settings."""
 
     layout: Layout
     moves: int
     lower: bool
     linear: bool
     exact: bool
-    listed: bool
     tile: int
     method: settings.Method
 
@@ -69,24 +67,53 @@ class SolveLimits(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Scratch of an image: staged buffers, marks of the moves in use, moves in use one after the
-    other, and the shares that a step starts from (with entropy, those of the moves in use)."""
+    """Scratch of an image: staged buffers, marks of the moves in use, where these lead, and the
+    shares that a step starts from (with entropy, those of the moves in use); places of rows with
+    mass and of columns within their reach (with room for two lists more), how many there are, and
+    the value of the other columns."""
 
     s: tl.tensor
     marks: tl.tensor
     lists: tl.tensor
     centre: tl.tensor
-
-
-class Listed(NamedTuple):
-    """Staged addresses of rows with mass and of columns within their reach, how many there are, and
-    the value of the columns that are not listed."""
-
     rows: tl.tensor
     columns: tl.tensor
     n_rows: tl.tensor
     n_columns: tl.tensor
     beyond: tl.tensor
+
+
+class Spots(NamedTuple):
+    """Places in the buffers, and which of them exist."""
+
+    s: tl.tensor
+    place: tl.tensor
+    real: tl.tensor
+
+
+@triton.jit
+def in_use(marks, move):
+    """Where a move is marked."""
+    return ((marks >> move) & 1) != 0
+
+
+@triton.jit
+def get(spots, buffer: tl.constexpr, CASE: tl.constexpr):
+    """What a buffer holds in some places."""
+    return read(spots.s + buffer * CASE.layout.staged + spots.place, spots.real)
+
+
+@triton.jit
+def put(spots, buffer: tl.constexpr, values, CASE: tl.constexpr):
+    """Store values in some places of a buffer."""
+    tl.store(spots.s + buffer * CASE.layout.staged + spots.place, values, mask=spots.real)
+
+
+@triton.jit
+def listed_spots(work, list_ptr, index, count):
+    """The places with these numbers in a list."""
+    real = index < count
+    return Spots(work.s, read(list_ptr + index, real).to(tl.int64), real)
 
 
 @triton.jit
@@ -137,18 +164,14 @@ def column(w, u, come, limits, LINEAR: tl.constexpr):
 
 
 @triton.jit
-def tables(table, first, MOVES: tl.constexpr, GROUP: tl.constexpr):
+def tables(table, first, MOVES: tl.constexpr):
     """Offsets and fees of a group of moves that begins with ``first``; 0 beyond the last."""
     steps, fees = (), ()
     for i in tl.static_range(GROUP):
-        if (GROUP - MOVES) % GROUP == 0:
-            steps = steps + (tl.load(table.offset + first + i),)
-            fees = fees + (tl.load(table.fee + first + i),)
-        else:
-            steps = steps + (read(table.offset + first + i, first + i < MOVES),)
-            fees = fees + (read(table.fee + first + i, first + i < MOVES),)
-    if GROUP > 1:
-        tl.debug_barrier()
+        exists = first + i < MOVES
+        steps = steps + (read(table.offset + first + i, exists),)
+        fees = fees + (read(table.fee + first + i, exists),)
+    tl.debug_barrier()
     return steps, fees
 
 
@@ -163,23 +186,14 @@ def missing(values):
 
 
 @triton.jit
-def owned(rows, k, MOVES: tl.constexpr, GROUP: tl.constexpr):
-    """The rows that have a move ``k``."""
-    if (GROUP - MOVES) % GROUP == 0:
-        return rows
-    else:
-        return rows & (k < MOVES)
-
-
-@triton.jit
 def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
     """Of a group of moves: scores (``-inf`` beyond the last move), what they gain, the shares that
     the step starts from, and costs."""
     STAGED: tl.constexpr = CASE.layout.staged
-    steps, fees = tables(table, first, CASE.moves, GROUP)
+    steps, fees = tables(table, first, CASE.moves)
     ends, held = (), ()
     for i in tl.static_range(GROUP):
-        real = owned(rows, first + i, CASE.moves, GROUP)
+        real = rows & (first + i < CASE.moves)
         end_ptr = work.s + TRIAL * STAGED + place + steps[i]
         ends = ends + (tl.load(end_ptr, mask=real, other=float("-inf")),)
         held = held + (read(work.centre + (first + i) * STAGED + place, real & CASE.exact),)
@@ -194,17 +208,7 @@ def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
 
 
 @triton.jit
-def _position(list_ptr, index, real, CASE: tl.constexpr):
-    """Where the rows or columns with these numbers are staged: by their list, or all pixels one
-    after the other."""
-    if CASE.listed:
-        return read(list_ptr + index, real).to(tl.int64)
-    else:
-        return staged_position(tl.where(real, index, 0), tl.constexpr(CASE.layout))
-
-
-@triton.jit
-def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
+def evaluate(work, psi, sigma, limits, table, one, CASE: tl.constexpr):
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its
     derivative in ``psi``, how far the plan moved and what that costs, the size of the gradient, and
     its product with the direction.
@@ -216,16 +220,16 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
     MOVES: tl.constexpr = CASE.moves
     TILE: tl.constexpr = CASE.tile
     s_ptr, mark_ptr, centre_ptr = work.s, work.marks, work.centre
-    u_ptr = s_ptr + TRIAL * STAGED
     lanes = tl.arange(0, TILE) * one
     cost, worth = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     moved, pull = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for first in tl.range(0, listed.n_rows, TILE):
-        real = first + lanes < listed.n_rows
-        place = _position(listed.rows, first + lanes, real, CASE)
-        m = read(s_ptr + MASS * STAGED + place, real)
-        rows = m > 0.0
-        t = read(s_ptr + LEVEL * STAGED + place, real)
+    for first in tl.range(0, work.n_rows, TILE):
+        spots = listed_spots(work, work.rows, first + lanes, work.n_rows)
+        place, rows = spots.place, spots.real
+        m, t = get(spots, MASS, CASE), get(spots, LEVEL, CASE)
+        listed = ()
+        for k in tl.static_range(0, MOVES, GROUP):
+            listed = listed + _scores(work, place, rows, k, psi, sigma, table, CASE)[0]
         if CASE.exact:
             # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of
             # the root and it is monotone from there. The marked sets are nested, so that equal
@@ -235,13 +239,11 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
             tries = open_rows * 0
             while (open_rows > 0) & (tries < MOVES + 3):
                 total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-                for k in tl.range(0, MOVES, GROUP):
-                    scores = _scores(work, place, rows, k, psi, sigma, table, CASE)[0]
-                    for i in tl.static_range(GROUP):
-                        above = scores[i] > t
-                        total += tl.where(above, scores[i], 0.0)
-                        used += tl.where(above, 1.0, 0.0)
-                        top = tl.maximum(top, scores[i])
+                for i in tl.static_range(len(listed)):
+                    above = listed[i] > t
+                    total += tl.where(above, listed[i], 0.0)
+                    used += tl.where(above, 1.0, 0.0)
+                    top = tl.maximum(top, listed[i])
                 settled = (used == count) | (rows == False)
                 t = tl.where(
                     settled,
@@ -253,16 +255,13 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                 tries += 1
         else:
             top, total = t * 0.0 + float("-inf"), t * 0.0
-            for k in tl.range(0, MOVES, GROUP):
-                scores, before = _scores(work, place, rows, k, psi, sigma, table, CASE)[0], top
-                for i in tl.static_range(GROUP):
-                    top = tl.maximum(top, scores[i])
-                total = total * tl.exp(before - top)
-                for i in tl.static_range(GROUP):
-                    total += tl.exp(scores[i] - top)
+            for i in tl.static_range(len(listed)):
+                top = tl.maximum(top, listed[i])
+            for i in tl.static_range(len(listed)):
+                total += tl.exp(listed[i] - top)
             t = tl.where(rows, top + tl.log(total), 0.0)
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
-        marks = read(mark_ptr + place, real) * 0
+        marks = read(mark_ptr + place, rows) * 0
         for k in tl.range(0, MOVES, GROUP):
             scores, gains, starts, fees = _scores(work, place, rows, k, psi, sigma, table, CASE)
             for i in tl.static_range(GROUP):
@@ -274,8 +273,8 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                 away += (part - starts[i]) * (part - starts[i])
         if CASE.exact == False:
             value, away = t / sigma, t * 0.0
-        tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
-        tl.store(mark_ptr + place, marks, mask=real)
+        put(spots, LEVEL, t, CASE)
+        tl.store(mark_ptr + place, marks, mask=rows)
         cost += m * paid
         worth += m * value
         moved += m * m * away
@@ -286,22 +285,20 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
         tl.zeros([TILE], tl.float64),
         tl.zeros([TILE], tl.float64),
     )
-    for first in tl.range(0, listed.n_columns, TILE):
-        real = first + lanes < listed.n_columns
-        place = _position(listed.columns, first + lanes, real, CASE)
-        u = read(u_ptr + place, real)
+    for first in tl.range(0, work.n_columns, TILE):
+        spots = listed_spots(work, work.columns, first + lanes, work.n_columns)
+        place, real = spots.place, spots.real
+        u = get(spots, TRIAL, CASE)
         come = u * 0.0
         for k in tl.range(0, MOVES, GROUP):
-            steps, fees = tables(table, k, MOVES, GROUP)
+            steps, fees = tables(table, k, MOVES)
             there, taken = (), ()
             for i in tl.static_range(GROUP):
                 there = there + (read(mark_ptr + place - steps[i], real),)
             tl.debug_barrier()
             held, levels, masses = (), (), ()
             for i in tl.static_range(GROUP):
-                taken = taken + (
-                    owned(real & (((there[i] >> (k + i)) & 1) != 0), k + i, MOVES, GROUP),
-                )
+                taken = taken + (real & in_use(there[i], k + i),)
             for i in tl.static_range(GROUP):
                 start = place - steps[i]
                 held = held + (read(centre_ptr + (k + i) * STAGED + start, taken[i] & CASE.exact),)
@@ -314,17 +311,16 @@ def evaluate(work, listed, psi, sigma, limits, table, one, CASE: tl.constexpr):
                 come += tl.where(taken[i], share(score, levels[i], CASE.exact) * masses[i], 0.0)
         if CASE.exact == False:
             moved += come * come
-        w = read(s_ptr + TARGET * STAGED + place, real)
-        z, _, value = column(w, u, come, limits, CASE.linear)
+        z, _, value = column(get(spots, TARGET, CASE), u, come, limits, CASE.linear)
         gradient = tl.where(real, z - come, 0.0)
-        tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
+        put(spots, GRADIENT, gradient, CASE)
         least += tl.where(real, value, 0.0)
         size += gradient * gradient
-        along += gradient * read(s_ptr + D * STAGED + place, real)
+        along += gradient * get(spots, D, CASE)
     spent, worth_rows, length = three_sums(cost, worth, moved)
     worth_columns, steep, ahead = three_sums(least, size, along)
     back = tl.sum(pull, 0) / (2.0 * sigma)
     slope = spent - limits.budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    dual = listed.beyond + worth_columns - psi * limits.budget - worth_rows + back
+    dual = work.beyond + worth_columns - psi * limits.budget - worth_rows + back
     return dual, slope, tl.sqrt(length), back, tl.sqrt(steep), ahead

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from wball.kernels.proximal_newton.triton_dual import OWN, TOLL, Q, S, Spots, in_use, put
 from wball.kernels.triton_stencil import read
 from wball.plan import REPAIR_SWEEPS
 
 SWEEPS = tl.constexpr(REPAIR_SWEEPS)
-ROOM, PLENTY, RATE, REST = (tl.constexpr(i) for i in range(4))
+ROOM, PLENTY, RATE, REST = Q, S, OWN, TOLL
 """Buffers of the repair."""
 
 
@@ -21,15 +22,12 @@ class WrittenPlan(NamedTuple):
     """A plan in memory. It is not staged: moves are an image's plane apart, and ``spot`` is where
     those of a pixel begin.
 
-    ``s`` points to four staged buffers, in which ``place`` is a pixel's address. ``marks`` and
-    ``incoming`` have a bit for each move in use.
+    ``marks`` and ``incoming`` have a bit for each move in use.
     """
 
-    s: tl.tensor
+    spots: Spots
     flow: tl.tensor
-    place: tl.tensor
     spot: tl.tensor
-    real: tl.tensor
     marks: tl.tensor
     incoming: tl.tensor
 
@@ -38,12 +36,12 @@ class WrittenPlan(NamedTuple):
 def _exchange(plan, table, CASE: tl.constexpr):
     """What each pixel sends away and receives."""
     PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
-    _, flow_ptr, _, spot, real, marks, incoming = plan
+    _, flow_ptr, spot, marks, incoming = plan
     sent, come = tl.zeros(spot.shape, tl.float64), tl.zeros(spot.shape, tl.float64)
     for k in tl.range(1, CASE.moves):
         step = tl.load(table.flat + k)
-        sent += read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
-        used = real & (((incoming >> k) & 1) != 0)
+        sent += read(flow_ptr + k * PLANE + spot, in_use(marks, k))
+        used = in_use(incoming, k)
         come += read(flow_ptr + k * PLANE + spot - step, used)
     return sent, come
 
@@ -54,37 +52,30 @@ def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
     recall."""
     STAGED: tl.constexpr = CASE.layout.staged
     PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
-    s_ptr, flow_ptr, place, spot, real, marks, incoming = plan
+    spots, flow_ptr, spot, marks, incoming = plan
+    s_ptr, place, _ = spots
     lo, hi = limits.lo, limits.hi
     room = tl.maximum(hi - z, 0.0)
-    tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
+    put(spots, ROOM, room, CASE)
     if CASE.lower:
-        tl.store(s_ptr + PLENTY * STAGED + place, tl.maximum(z - lo, 0.0), mask=real)
+        put(spots, PLENTY, tl.maximum(z - lo, 0.0), CASE)
     tl.debug_barrier()
     easy, full = z * 0.0, z * 0.0
     for k in tl.range(1, CASE.moves):
         start = place - tl.load(table.offset + k)
-        used = real & (((incoming >> k) & 1) != 0)
+        used = in_use(incoming, k)
         part = read(flow_ptr + k * PLANE + spot - tl.load(table.flat + k), used)
         full += part
         easy += tl.minimum(part, read(s_ptr + ROOM * STAGED + start, used))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
     enough = easy >= excess
-    tl.store(
-        s_ptr + RATE * STAGED + place,
-        tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0),
-        mask=real,
-    )
-    tl.store(
-        s_ptr + REST * STAGED + place,
-        tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)),
-        mask=real,
-    )
+    put(spots, RATE, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), CASE)
+    put(spots, REST, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), CASE)
     recall, recall_rest = z * 0.0, z * 0.0
     if CASE.lower:
         easy, full = z * 0.0, z * 0.0
         for k in tl.range(1, CASE.moves):
-            used = ((marks >> k) & 1) != 0
+            used = in_use(marks, k)
             part = read(flow_ptr + k * PLANE + spot, used)
             there = place + tl.load(table.offset + k)
             full += part
@@ -94,7 +85,7 @@ def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
         recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
     tl.debug_barrier()
     for k in tl.range(1, CASE.moves):
-        used = ((marks >> k) & 1) != 0
+        used = in_use(marks, k)
         part = read(flow_ptr + k * PLANE + spot, used)
         there = place + tl.load(table.offset + k)
         back = tl.minimum(part, room) * read(s_ptr + RATE * STAGED + there, used)
@@ -114,7 +105,8 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
     Returns a factor that is left to apply to everything that moves, and the columns with it.
     """
     PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
-    _, flow_ptr, _, spot, real, marks, _ = plan
+    spots, flow_ptr, spot, marks, _ = plan
+    real = spots.real
     budget, lo, hi = limits
     tl.debug_barrier()
     if CASE.exact:  # opposite flows waste budget, but the entropy requires them
@@ -122,7 +114,7 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
             back = tl.load(table.reverse + k)
             if back > k:  # one end of each pair of opposite moves treats both
                 there = spot + tl.load(table.flat + k)
-                used = ((marks >> k) & 1) != 0
+                used = in_use(marks, k)
                 ahead = read(flow_ptr + k * PLANE + spot, used)
                 behind = read(flow_ptr + back * PLANE + there, used)
                 common = tl.minimum(ahead, behind)
@@ -147,7 +139,7 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
         sweep += 1
     cost = x * 0.0
     for k in tl.range(1, CASE.moves):
-        part = read(flow_ptr + k * PLANE + spot, ((marks >> k) & 1) != 0)
+        part = read(flow_ptr + k * PLANE + spot, in_use(marks, k))
         cost += part * tl.load(table.fee + k)
     spent = tl.sum(cost, 0)
     scale = tl.where(
