@@ -268,7 +268,7 @@ class WassersteinBall(Ball):
         reg: float = math.inf,
         *,
         tol: float = 1e-6,
-        max_iter: int = 500,
+        max_iter: int = 1000,
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
@@ -282,7 +282,7 @@ class WassersteinBall(Ball):
         reg: float = math.inf,
         *,
         tol: float = 1e-5,
-        max_iter: int = 500,
+        max_iter: int = 1000,
         init: Duals | None = None,
         mode: Literal["exact", "paper"] = "exact",
         time_limit: float = TIME_LIMIT,

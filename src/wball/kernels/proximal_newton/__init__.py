@@ -109,7 +109,9 @@ SPARSE = 32.0
 as 0: e^-32 is a hundredth of float64's rounding."""
 SHARPER, SHARPEST = 0.05, 1e-9
 """Repeated steps at ``1 / tau`` are solved this much more precisely each time, and this precisely
-at last; without entropy, steps after one whose repair lost more than its gap."""
+at last."""
+SHARP = 0.25
+"""The same without entropy, after a step whose repair lost more than its gap."""
 RELAX = 0.25
 """Factor on ``stiffness`` after each Newton step that was not shortened: some columns have far to
 go. It grows by as much after one that was."""

@@ -535,7 +535,7 @@ def _solve(p, goal, chosen, u, best_flow, best_u, found):  # type: ignore[no-unt
         if last or found[0] - found[1] <= enough:
             break
         if exact:
-            precision = settings.SHARPER * precision if shown and rest <= enough else 1.0
+            precision = settings.SHARP * precision if shown and rest <= enough else 1.0
             if solved:
                 shares, centre = centre, shares
         step = _ImageStep(sigma, precision, centre, end, method)

@@ -62,7 +62,7 @@ def proximal_newton(
         _repair(here.take(shown), end.share[shown], active[shown], best)
         if problem.exact:
             lost = shown & (rest <= here.allowed(best, active))
-            at = at._replace(precision=torch.where(lost, settings.SHARPER * at.precision, 1.0))
+            at = at._replace(precision=torch.where(lost, settings.SHARP * at.precision, 1.0))
         done |= here.done(best, active)
         if bool(done.any()):
             at, active = at.take(~done), active[~done]

@@ -84,20 +84,19 @@ from wball.kernels.triton_stencil import (
 )
 from wball.kernels.triton_stencil import why_not as _why_not
 
-TILE = 1024
-"""Rows or columns that are taken at once; of small images, half of the pixels."""
-LOADS = tl.constexpr(8)
-"""Listed moves whose loads are under way at once."""
+LOADS = tl.constexpr(4)
+"""Listed moves whose loads are under way at once. Few rows and columns have more: those come first,
+so that others need not wait for moves that they do not have."""
 MAX_MOVES = 59
 """Moves of a row that one number of 64 bits can mark, with room for the rest of a group."""
 
 _SETTINGS = (
     "SPENT SPENT_LINEAR ROUNDING GROWTH SHRINK RELAX SLIDE QUICK INNER CG_MAX HALVINGS WARM MOST "
-    "COOLING SHARPER SHARPEST PATIENCE PROMISING"
+    "COOLING SHARP SHARPER SHARPEST PATIENCE PROMISING"
 )
 (
     SPENT, SPENT_LINEAR, ROUNDING, GROWTH, SHRINK, RELAX, SLIDE, QUICK, INNER, CG_MAX, HALVINGS,
-    WARM, MOST, COOLING, SHARPER, SHARPEST, PATIENCE, PROMISING,
+    WARM, MOST, COOLING, SHARP, SHARPER, SHARPEST, PATIENCE, PROMISING,
 ) = (tl.constexpr(getattr(settings, name)) for name in _SETTINGS.split())  # fmt: skip
 START, SEARCH, END = (tl.constexpr(i) for i in range(3))
 """Phases."""
@@ -134,15 +133,16 @@ def proximal_newton(
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a
     # number.
     lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
+    n_warps = warps(layout.block, 128)
     common = _numbers(lo, columns.hi, tolerance.tol, tolerance.parts, device)
     _solve_kernel[(batch,)](
         Images(*map(aligned, problem.images(start))), common, best, n_iter,
         scratch, SolveTable(*table.tables[1][:2], *_tables(moves, device)), 1, max_iter, int(warm),
         CASE=SolveCase(
             layout._replace(offsets=()), count, columns.lo > 0, columns.linear, problem.exact,
-            min(TILE, layout.block // 2), settings.method(problem),
+            32 * n_warps, settings.method(problem),
         ),
-        num_warps=warps(layout.block, 128), num_stages=1,
+        num_warps=n_warps, num_stages=1,
     )  # fmt: skip
     return n_iter
 
@@ -221,11 +221,15 @@ def _weight(score, level, used):
 
 
 @triton.jit
-def _numbered(chosen, place, list_ptr):
-    """Number the chosen pixels, and list their places; returns numbers and their count."""
-    counted = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(list_ptr + counted - 1, place.to(tl.int32), mask=chosen)
-    return counted - 1, tl.max(counted, 0)
+def _numbered(chosen, wide, place, list_ptr):
+    """Number the chosen pixels, wide ones first, and list their places; returns the numbers, how
+    many there are, and how many are wide."""
+    counted = tl.cumsum(chosen.to(tl.int32) + (wide.to(tl.int32) << 16), 0)  # both at once
+    before, last = counted >> 16, tl.max(counted, 0)
+    narrow = (last >> 16) + (counted & 0xFFFF) - before
+    number = tl.where(wide, before, narrow) - 1
+    tl.store(list_ptr + number, place.to(tl.int32), mask=chosen)
+    return number, last & 0xFFFF, last >> 16
 
 
 @triton.jit
@@ -268,13 +272,15 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
     MOVES: tl.constexpr = CASE.moves
     EXACT: tl.constexpr = CASE.exact
     METHOD: tl.constexpr = CASE.method
-    TILE: tl.constexpr = CASE.tile
+    TILE: tl.constexpr = CASE.layout.block // 4
     s_ptr, mark_ptr, list_ptr, weight_ptr = work.s, work.marks, work.lists, work.centre
     choice_ptr, coupled_ptr = work.columns + N, work.columns + 2 * N
     back_ptr, back_weight_ptr = list_ptr + MOVES * N, weight_ptr + MOVES * N
     marked = read(mark_ptr + spots.place, spots.real)
     several = (marked & (marked - 1)) != 0
-    number, n_rows = _numbered(several, spots.place, choice_ptr)
+    for _ in tl.static_range(LOADS):  # drop one mark
+        marked = marked & (marked - 1)
+    number, n_rows, n_wide = _numbered(several, marked != 0, spots.place, choice_ptr)
     put(spots, H, tl.where(several, number, -1), CASE)
     put(spots, S, 0.0, CASE)
     tl.debug_barrier()
@@ -293,7 +299,7 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
                 used = in_use(marks, first + i)
                 end = rows.place + shifts[i]
                 tl.store(list_ptr + ways * N + index, end, mask=used)
-                tl.store(s_ptr + S * STAGED + end, 1.0, mask=used)
+                tl.atomic_add(s_ptr + S * STAGED + end, 1.0, used, sem="relaxed", scope="cta")
                 weight = 1.0
                 if EXACT == False:  # shares change by the shares times scores, less their mean
                     far = read(s_ptr + U * STAGED + end, used)
@@ -319,10 +325,12 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
     diagonal_psi = tl.where(free & (square > less), square - less, 1.0)
 
     gradient, curved = _curved(spots, 0.0, stiffness, limits, CASE)
-    coupled = get(spots, S, CASE) != 0.0
+    arriving = get(spots, S, CASE)
+    coupled = arriving > 0.0
     if CASE.linear:  # columns at their kinks do not move
         coupled = coupled & ((get(spots, U, CASE) != get(spots, TARGET, CASE)) | (gradient != 0.0))
-    _, n_columns = _numbered(coupled, spots.place, coupled_ptr)
+    wide = coupled & (arriving > LOADS)
+    _, n_columns, n_crowded = _numbered(coupled, wide, spots.place, coupled_ptr)
     step = tl.where(coupled, 0.0, gradient / curved)
     put(spots, D, step, CASE)
     put(spots, Q, 0.0, CASE)
@@ -388,7 +396,8 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
             there = index < n_rows
             rows = Spots(s_ptr, index, there)
             ways = read(choice_ptr + index, there)
-            ends = _summed(s_ptr + Q * STAGED, list_ptr, weight_ptr, index, ways, widest, CASE)
+            most = tl.where(begin < n_wide, widest, LOADS)
+            ends = _summed(s_ptr + Q * STAGED, list_ptr, weight_ptr, index, ways, most, CASE)
             fees = get(rows, FEES, CASE)
             mean = (ends - q_psi * fees) * get(rows, SHARE, CASE)
             put(rows, S, mean, CASE)
@@ -399,14 +408,9 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
             there = index < n_columns
             columns = Spots(s_ptr, index, there)
             entry = read(coupled_ptr + index, there)
+            most, count = tl.where(begin < n_crowded, crowd, LOADS), entry % 64
             starts = _summed(
-                s_ptr + S * STAGED,
-                back_ptr,
-                back_weight_ptr,
-                index,
-                entry % 64,
-                crowd,
-                CASE,
+                s_ptr + S * STAGED, back_ptr, back_weight_ptr, index, count, most, CASE
             )
             q = get(Spots(s_ptr, entry // 64, there), Q, CASE)
             toll = get(columns, TOLL, CASE)
@@ -511,8 +515,8 @@ def _solve_kernel(
         )
     tl.debug_barrier()
     reached = _incoming(mark_ptr, place, real, table.offset, MOVES) != 0
-    _, n_rows = _numbered(rows, place, row_ptr)
-    _, n_columns = _numbered(reached, place, column_ptr)
+    _, n_rows, _ = _numbered(rows, rows, place, row_ptr)
+    _, n_columns, _ = _numbered(reached, reached, place, column_ptr)
     beyond = tl.sum(tl.where(real & (reached == False), 0.0 if LINEAR else 0.5 * w * w, 0.0), 0)
     work = Work(
         s_ptr, mark_ptr, list_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, beyond
@@ -702,7 +706,7 @@ def _solve_kernel(
                     gauge = tl.maximum(gauge, tl.load(common + 3) * (aim - entropy))
                 enough = tol * gauge + floor
                 if EXACT:
-                    precision = tl.where(shown & (rest <= enough), SHARPER * precision, 1.0)
+                    precision = tl.where(shown & (rest <= enough), SHARP * precision, 1.0)
                 done = last | (shown & (best_primal - best_dual <= enough))
                 phase = tl.where(done, none + END, none + START)
         tl.debug_barrier()

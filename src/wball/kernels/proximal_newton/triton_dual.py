@@ -187,8 +187,8 @@ def missing(values):
 
 @triton.jit
 def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
-    """Of a group of moves: scores (``-inf`` beyond the last move), what they gain, the shares that
-    the step starts from, and costs."""
+    """Of a group of moves: scores (``-inf`` beyond the last move), and the shares that the step
+    starts from."""
     STAGED: tl.constexpr = CASE.layout.staged
     steps, fees = tables(table, first, CASE.moves)
     ends, held = (), ()
@@ -199,12 +199,11 @@ def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
         held = held + (read(work.centre + (first + i) * STAGED + place, real & CASE.exact),)
     gone = missing(ends) | missing(held)
     price = tl.where(gone, 0.0, psi)
-    scores, gains, starts = (), (), ()
+    scores = ()
     for i in tl.static_range(GROUP):
-        gains = gains + (ends[i] - price * fees[i],)
-        starts = starts + (tl.where(gone, 0.0, held[i]).to(tl.float64),)
-        scores = scores + (starts[i] + sigma * gains[i],)
-    return scores, gains, starts, fees
+        start = tl.where(gone, 0.0, held[i]).to(tl.float64)
+        scores = scores + (start + sigma * (ends[i] - price * fees[i]),)
+    return scores, held
 
 
 @triton.jit
@@ -227,9 +226,10 @@ def evaluate(work, psi, sigma, limits, table, one, CASE: tl.constexpr):
         spots = listed_spots(work, work.rows, first + lanes, work.n_rows)
         place, rows = spots.place, spots.real
         m, t = get(spots, MASS, CASE), get(spots, LEVEL, CASE)
-        listed = ()
+        listed, starts = (), ()
         for k in tl.static_range(0, MOVES, GROUP):
-            listed = listed + _scores(work, place, rows, k, psi, sigma, table, CASE)[0]
+            scores, held = _scores(work, place, rows, k, psi, sigma, table, CASE)
+            listed, starts = listed + scores, starts + held
         if CASE.exact:
             # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of
             # the root and it is monotone from there. The marked sets are nested, so that equal
@@ -262,21 +262,19 @@ def evaluate(work, psi, sigma, limits, table, one, CASE: tl.constexpr):
             t = tl.where(rows, top + tl.log(total), 0.0)
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
         marks = read(mark_ptr + place, rows) * 0
-        for k in tl.range(0, MOVES, GROUP):
-            scores, gains, starts, fees = _scores(work, place, rows, k, psi, sigma, table, CASE)
-            for i in tl.static_range(GROUP):
-                part = tl.where(rows, share(scores[i], t, CASE.exact), 0.0)
-                taken = part > 0.0
-                marks = marks | tl.where(taken, (marks * 0 + 1) << (k + i), marks * 0)
-                value += tl.where(taken, gains[i] * part, 0.0)
-                paid += fees[i] * part
-                away += (part - starts[i]) * (part - starts[i])
+        for i in tl.static_range(len(listed)):
+            part = tl.where(rows, share(listed[i], t, CASE.exact), 0.0)
+            start, taken = starts[i].to(tl.float64), part > 0.0
+            marks = marks | tl.where(taken, (marks * 0 + 1) << i, marks * 0)
+            value += tl.where(taken, (listed[i] - start) * part, 0.0)
+            paid += read(table.fee + i, i < MOVES) * part
+            away += (part - start) * (part - start)
         if CASE.exact == False:
-            value, away = t / sigma, t * 0.0
+            value, away = t, t * 0.0
         put(spots, LEVEL, t, CASE)
         tl.store(mark_ptr + place, marks, mask=rows)
         cost += m * paid
-        worth += m * value
+        worth += m * value / sigma
         moved += m * m * away
         pull += m * away
     tl.debug_barrier()
