@@ -90,8 +90,10 @@ FIRST, LEAST = 0.5, 0.02
 """An image offers its plan when the estimate is below ``FIRST`` times the tolerance, halved after
 each offer down to ``LEAST`` times the tolerance."""
 
-ROUNDS = 8
-"""Largest number of offers of an image."""
+PAUSE = 4
+"""An offer puts the next off by this many sweeps, twice as many the second time, and so on: a
+repair costs as much as thirty, and finds no room in a large full area before sweeps have made
+some."""
 
 EXCESS = 10.0
 """Cost of mass above the box in the estimate of the gap, in units of its price: a repair sends it

@@ -42,8 +42,8 @@ from wball.kernels.projected_sinkhorn import (
     MARGIN,
     MEMORY,
     PARTS,
+    PAUSE,
     PSI_TOL,
-    ROUNDS,
     SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
@@ -303,7 +303,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             work[NORM, : lit.size], work[SCRATCH, : lit.size], work[SPARE, : lit.size],
         )  # fmt: skip
         price, log_heat = psi[m] / heat, math.log(heat)
-        target, offers, size, scale = (FIRST - MARGIN) * tol, 0, at_centre, 1.0
+        target, offers, wait, size, scale = (FIRST - MARGIN) * tol, 0, 0, at_centre, 1.0
         steps, log_sums, held, lowest, bold = 0, 0.0, 0, math.inf, 1.0
         while True:
             # Rows and price.
@@ -338,7 +338,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 entropy = heat * (inner - price * cost - log_sums)
                 distance += beyond
                 size = max(distance, PARTS * (distance - entropy)) + tol * at_centre
-            if about <= target * size or last:
+            if about <= target * size and steps >= wait or last:
                 offers += 1
                 _repair(work, f, flat, weight, box)
                 for k in range(fee.size):
@@ -354,12 +354,12 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 gap = misfit + heat * (price * (budget[m] - spent) + divergence)
                 entropy = heat * (divergence + inner - price * spent - log_sums)
                 allowed = tol * max(distance, PARTS * (distance - entropy)) + tol * tol * at_centre
-                if gap <= allowed or offers == ROUNDS or last:
+                if gap <= allowed or last:
                     numbers[m, _COST], numbers[m, _OBJECTIVE] = spent, distance + entropy
                     numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                     break
                 sweeps.arrive(work, reached)
-                target = max(0.5 * target, LEAST * tol)
+                target, wait = max(0.5 * target, LEAST * tol), steps + PAUSE * offers
             # Starting point of the next sweep.
             misled = about > DOUBT * max(lowest, target * size)
             if misled:

@@ -44,7 +44,7 @@ def _sweep_and_offer(
     about = _misfit(problem, s, kept) - swept.relief
     about += s.tau * s.price * ((s.budget - cost).abs() + outside)
     _, s.size = _value(problem, s, swept.rows, columns, cost, 0.0)
-    ready = ((about <= s.target * s.size) | s.done).nonzero()[:, 0]
+    ready = (((about <= s.target * s.size) & (step >= s.wait)) | s.done).nonzero()[:, 0]
     if len(ready):
         _offer(problem, s, ready, answer, step)
     misled = about > settings.DOUBT * torch.maximum(s.lowest, s.target * s.size)
@@ -75,8 +75,9 @@ def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
         place=torch.arange(len(x), device=x.device), x=x, w=w, budget=budget, tau=tau,
         centre=centre, rest=rest, beta=beta, price=psi / tau, size=centre,
         target=torch.full_like(centre, (settings.FIRST - settings.MARGIN) * problem.tol),
-        offers=torch.zeros_like(centre), lowest=torch.full_like(centre, math.inf),
-        bold=torch.ones_like(centre), last=beta, change=beta, metric=beta,
+        offers=torch.zeros_like(centre), wait=torch.zeros_like(centre),
+        lowest=torch.full_like(centre, math.inf), bold=torch.ones_like(centre),
+        last=beta, change=beta, metric=beta,
         changes=past, steps=past, inverse=x.new_zeros((len(x), MEMORY)),
     )  # fmt: skip
     return s.take((~single).nonzero()[:, 0]), answer
@@ -125,7 +126,7 @@ def _offer(
     gap = _misfit(problem, s, z) + s.tau * (s.price * (s.budget - cost) + divergence)
     objective, size = _value(problem, s, rows, z, cost, divergence)
     u, allowed = per_image(s.tau, s.x) * s.beta, problem.tol * size
-    done = s.done | (gap <= allowed) | (s.offers + 1 >= settings.ROUNDS)
+    done = s.done | (gap <= allowed)
     found = {
         "z": z, "cost": cost, "u": u, "psi": s.tau * s.price, "objective": objective + s.rest,
         "gap": gap.clamp(min=0.0), "allowed": allowed, "keep": keep, "give": give * share,
@@ -138,4 +139,5 @@ def _offer(
             place[s.place[kept]] = value[kept].to(place.dtype)
     everyone.done[index] = done
     everyone.offers[index] += 1
+    everyone.wait[index] = step + settings.PAUSE * everyone.offers[index]
     everyone.target[index] = (0.5 * s.target).clamp(min=settings.LEAST * problem.tol)

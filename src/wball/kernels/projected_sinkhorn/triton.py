@@ -34,8 +34,8 @@ from wball.kernels.projected_sinkhorn import (
     MARGIN,
     MEMORY,
     PARTS,
+    PAUSE,
     PSI_TOL,
-    ROUNDS,
     SLACK,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
@@ -77,8 +77,8 @@ ROWS = 1 + 2 * REMEMBERED
 their steps. The change of the last sweep is kept in float32, and so is where it ended, in what will
 be the potential's place."""
 
-_FIRST, _LEAST, _ROUNDS, _PSI_TOL, _PARTS, _REMEMBERED, _ROWS = map(
-    tl.constexpr, (FIRST, LEAST, ROUNDS, PSI_TOL, PARTS, REMEMBERED, ROWS)
+_FIRST, _LEAST, _PAUSE, _PSI_TOL, _PARTS, _REMEMBERED, _ROWS = map(
+    tl.constexpr, (FIRST, LEAST, PAUSE, PSI_TOL, PARTS, REMEMBERED, ROWS)
 )
 _DOUBT, _DEPENDENT, _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = map(
     tl.constexpr, (DOUBT, DEPENDENT, WIDEST_MARGIN, FAR, EXCESS, LESS)
@@ -309,7 +309,7 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
     price = psi / tau
     begun = tl.load(out.n_iter + image) if EXACT else 0
     n_iter = 0
-    offers = 0
+    offers, wait = 0, 0
     target = tl.maximum(tol * _FIRST - margin_tol, tol * _LEAST)
     scale = at_centre.to(REAL)
     done = single
@@ -386,7 +386,7 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
             last = last | wide
         if given_up:
             done = True
-        elif (estimate <= target * scale) | last:
+        elif ((estimate <= target * scale) & (n_iter >= wait)) | last:
             plan, box = RowPlan(x, s, t, price, x * moved, received), FlowBox(lo, hi, limits.slack)
             keep, give, sent, arrived = repair(plan, box, s_ptr, at, window, LAYOUT, CASE.gives)
             # Within the budget.
@@ -425,8 +425,9 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
             objective = distance_exact + entropy_exact + at_rest
             _note(out.numbers + image, batch, objective, gap, allowed, spent, residual, shrink)
             offers += 1
-            done = (gap <= allowed) | (offers == _ROUNDS) | last
+            done = (gap <= allowed) | last
             target = tl.maximum(0.5 * target, tol * _LEAST)
+            wait = n_iter + _PAUSE * offers
         trusted = (n_iter > 1) & (misled == False)
         memory = Memory(rows_ptr, change_ptr, out.u + image * N)
         following, sizes = _conjugate(memory, at, (beta, new, resists), n_iter, sizes, trusted, N)
