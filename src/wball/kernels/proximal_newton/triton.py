@@ -14,7 +14,8 @@ centre, and the shares of the moves in use, which conjugate gradients need, are 
 The program is one loop around one evaluation of the dual, for the start of a proximal step or for a
 trial of the line search: its *phase*. Triton carries through a loop what one pass over its body
 changes: variables that are assigned to each other must start from different values, or the
-assignment is lost (prices were: they start from two loads of the same number).
+assignment is lost (prices were: they start from two loads of the same number). Its time to compile
+a function grows with the cube of the length: the two long ones are not inlined.
 
 Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that
 are not at their kinks have no curvature of their own, which makes no difference to conjugate
@@ -26,6 +27,7 @@ gradients.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -161,6 +163,32 @@ def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
     return back.to(device), flat.to(device)
 
 
+class System(NamedTuple):
+    """Newton's equations: how many rows and columns they have, how many of these have many moves,
+    and how many moves one has at most; of the price, its diagonal entry with and without the part
+    of the rows' means; the size of the residual, in coupled columns and in those alone."""
+
+    rows: tl.tensor
+    wide: tl.tensor
+    widest: tl.tensor
+    columns: tl.tensor
+    crowded: tl.tensor
+    most: tl.tensor
+    diagonal: tl.tensor
+    square: tl.tensor
+    size: tl.tensor
+    alone: tl.tensor
+
+
+@triton.jit
+def _pixels(s_ptr, one, CASE: tl.constexpr):
+    """The pixels, neighbouring ones in neighbouring threads."""
+    LAYOUT: tl.constexpr = CASE.layout
+    index = tl.arange(0, LAYOUT.block) * one
+    real = index < LAYOUT.numel
+    return index, Spots(s_ptr, staged_position(tl.where(real, index, 0), LAYOUT), real)
+
+
 @triton.jit
 def _range(values, real):
     """How far the values spread, and some positive number where they do not."""
@@ -260,9 +288,9 @@ def _curved(columns, through, stiffness, limits, CASE: tl.constexpr):
     return gradient, curved + tl.maximum(stiffness * tl.abs(gradient), least)
 
 
-@triton.jit
-def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CASE: tl.constexpr):
-    """Newton's step by conjugate gradients, stored; returns that of ``psi``.
+@triton.jit(noinline=True)
+def _equations(work, psi, sigma, stiffness, slope, limits, table, one, CASE: tl.constexpr):
+    """What conjugate gradients need for Newton's step, stored, and :class:`System`.
 
     Rows with one move have no choice, and columns that only such rows reach have a step of their
     own. The others are packed: they have numbers, and what belongs to them lies at these numbers.
@@ -271,9 +299,9 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
     STAGED: tl.constexpr = CASE.layout.staged
     MOVES: tl.constexpr = CASE.moves
     EXACT: tl.constexpr = CASE.exact
-    METHOD: tl.constexpr = CASE.method
     TILE: tl.constexpr = CASE.layout.block // 4
     s_ptr, mark_ptr, list_ptr, weight_ptr = work.s, work.marks, work.lists, work.centre
+    _, spots = _pixels(s_ptr, one, CASE)
     choice_ptr, coupled_ptr = work.columns + N, work.columns + 2 * N
     back_ptr, back_weight_ptr = list_ptr + MOVES * N, weight_ptr + MOVES * N
     marked = read(mark_ptr + spots.place, spots.real)
@@ -380,35 +408,50 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
         put(packed, R, r, CASE)
         sizes += r * r * inverse
         most_senders = tl.maximum(most_senders, senders)
-    tl.debug_barrier()
+    return System(
+        n_rows, n_wide, widest, n_columns, n_crowded, tl.max(most_senders, 0),
+        diagonal_psi, square, tl.sum(sizes, 0), alone,
+    )  # fmt: skip
 
+
+@triton.jit
+def _direction(work, system, psi, slope, one, CASE: tl.constexpr):
+    """Newton's step by conjugate gradients, stored; returns that of ``psi``."""
+    N: tl.constexpr = CASE.layout.numel
+    STAGED: tl.constexpr = CASE.layout.staged
+    METHOD: tl.constexpr = CASE.method
+    TILE: tl.constexpr = CASE.layout.block // 4
+    s_ptr, list_ptr, weight_ptr = work.s, work.lists, work.centre
+    choice_ptr, coupled_ptr = work.columns + N, work.columns + 2 * N
+    back_ptr, back_weight_ptr = list_ptr + CASE.moves * N, weight_ptr + CASE.moves * N
+    lanes, zeros = tl.arange(0, TILE) * one, tl.zeros([TILE], tl.float64)
+    free, diagonal_psi = (psi > 0.0) | (slope > 0.0), system.diagonal
     r_psi = tl.where(free, slope, 0.0)
     q_psi, d_psi = r_psi / diagonal_psi, r_psi * 0.0
-    crowd = tl.max(most_senders, 0)
-    left = tl.sum(sizes, 0) + r_psi * q_psi
-    goal = METHOD.cg_tol * METHOD.cg_tol * (left + alone)
+    left = system.size + r_psi * q_psi
+    goal = METHOD.cg_tol * METHOD.cg_tol * (left + system.alone)
     steps = one * 0
     going = left > goal
     while going & (steps < CG_MAX):
         curves, paid, across, along = zeros, zeros, zeros, zeros
-        for begin in tl.range(0, n_rows, TILE):
+        for begin in tl.range(0, system.rows, TILE):
             index = begin + lanes
-            there = index < n_rows
+            there = index < system.rows
             rows = Spots(s_ptr, index, there)
             ways = read(choice_ptr + index, there)
-            most = tl.where(begin < n_wide, widest, LOADS)
+            most = tl.where(begin < system.wide, system.widest, LOADS)
             ends = _summed(s_ptr + Q * STAGED, list_ptr, weight_ptr, index, ways, most, CASE)
             fees = get(rows, FEES, CASE)
             mean = (ends - q_psi * fees) * get(rows, SHARE, CASE)
             put(rows, S, mean, CASE)
             paid -= mean * fees
         tl.debug_barrier()
-        for begin in tl.range(0, n_columns, TILE):
+        for begin in tl.range(0, system.columns, TILE):
             index = begin + lanes
-            there = index < n_columns
+            there = index < system.columns
             columns = Spots(s_ptr, index, there)
             entry = read(coupled_ptr + index, there)
-            most, count = tl.where(begin < n_crowded, crowd, LOADS), entry % 64
+            most, count = tl.where(begin < system.crowded, system.most, LOADS), entry % 64
             starts = _summed(
                 s_ptr + S * STAGED, back_ptr, back_weight_ptr, index, count, most, CASE
             )
@@ -422,7 +465,7 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
             across += get(columns, R, CASE) * scaled
             along += h * scaled
         curve, received = sum_two(curves, paid)
-        h_psi = 1e-12 * diagonal_psi * q_psi - received + q_psi * square
+        h_psi = 1e-12 * diagonal_psi * q_psi - received + q_psi * system.square
         h_psi = tl.where(free, h_psi, 0.0)
         curve += q_psi * h_psi
         going = curve > 0.0
@@ -435,9 +478,9 @@ def _direction(work, spots, psi, sigma, stiffness, slope, limits, table, one, CA
         turn = new / tl.maximum(left, 1e-300)
         d_psi += length * q_psi
         r_psi -= length * h_psi
-        for begin in tl.range(0, n_columns, TILE):
+        for begin in tl.range(0, system.columns, TILE):
             index = begin + lanes
-            there = index < n_columns
+            there = index < system.columns
             columns = Spots(s_ptr, index, there)
             staged = Spots(s_ptr, read(coupled_ptr + index, there) // 64, there)
             q = get(staged, Q, CASE)
@@ -469,9 +512,6 @@ def _solve_kernel(
     EXACT: tl.constexpr = CASE.exact
     METHOD: tl.constexpr = CASE.method
     n = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK) * one  # neighbouring threads hold neighbouring pixels
-    real = index < N
-    place = staged_position(tl.where(real, index, 0), LAYOUT)
     s_ptr, mark_ptr, row_ptr, centre_ptr = scratch
     s_ptr += n * (BUFFERS * STAGED)
     mark_ptr += n * (STAGED + GUARD) + GUARD
@@ -481,7 +521,8 @@ def _solve_kernel(
     flow_ptr = best.flow + n * (MOVES * N)
     # Where moves in use lead is listed where the plan will be written.
     list_ptr = flow_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    spots = Spots(s_ptr, place, real)
+    index, spots = _pixels(s_ptr, one, CASE)
+    place, real = spots.place, spots.real
     lo, hi, tol = tl.load(common), tl.load(common + 1), tl.load(common + 2)
     coldest = float("inf") if EXACT else 1.0 / tl.load(given.tau + n)
     budget, floor, offset = (
@@ -582,9 +623,11 @@ def _solve_kernel(
                 solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + rounded)
                 solved = solved & (taken > 0)  # or plans drift along uncorrected prices
             if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
-                d_psi = _direction(
-                    work, spots, psi, sigma, stiffness * sigma, slope, limits, table, one, CASE
+                system = _equations(
+                    work, psi, sigma, stiffness * sigma, slope, limits, table, one, CASE
                 )
+                tl.debug_barrier()
+                d_psi = _direction(work, system, psi, slope, one, CASE)
                 rise = tl.sum(get(spots, GRADIENT, CASE) * get(spots, D, CASE), 0)
                 steps += 1
                 taken += 1

@@ -206,7 +206,7 @@ def _scores(work, place, rows, first, psi, sigma, table, CASE: tl.constexpr):
     return scores, held
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def evaluate(work, psi, sigma, limits, table, one, CASE: tl.constexpr):
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its
     derivative in ``psi``, how far the plan moved and what that costs, the size of the gradient, and
