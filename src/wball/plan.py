@@ -246,7 +246,7 @@ class Plan(StoredPlan):
     def _into_box(self, lo: float, hi: float) -> Plan:
         """The plan with all columns inside the box, as far as the sweeps succeed."""
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
-        stay = self.moves.stay()
+        stay, full = self.moves.stay(), torch.ones_like(self.flow[:, :, 0])
         for sweep in range(REPAIR_SWEEPS):
             z = plan.columns()
             over, under = z > hi + rounding, z < lo - rounding
@@ -256,10 +256,13 @@ class Plan(StoredPlan):
             # The last sweeps return more than the excess, so that mass does not circulate forever.
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
-            # Return mass first to pixels with room, and recall it first from pixels with a surplus.
+            # Return mass first to pixels with room, or to where much came from such pixels, at any
+            # distance, and recall it first from pixels with a surplus.
             room = torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2))
-            rate, rest = _rates(excess, plan.moves.scatter(room), plan.moves.scatter(moved))
-            back = room * plan.moves.gather(rate) + moved * plan.moves.gather(rest)
+            near = moved * torch.where(z < hi, 1.0, full).unsqueeze(2)
+            full = plan.moves.scatter(near).clamp(min=1e-30)
+            rate, rest = _rates(excess, plan.moves.scatter(room), full)
+            back = room * plan.moves.gather(rate) + near * plan.moves.gather(rest)
             plenty = torch.minimum(moved, plan.moves.gather((z - lo).clamp(min=0)))
             rate, rest = _rates(lack, plenty.sum(2), moved.sum(2))
             recall = plenty * rate.unsqueeze(2) + moved * rest.unsqueeze(2)

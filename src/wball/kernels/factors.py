@@ -17,6 +17,9 @@ from wball.kernels.compiled import compiled
 from wball.kernels.dispatch import GROUP
 from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
 
+TRIAL_SWEEPS, HOPELESS = 12, 0.6
+"""A repair that leaves more than this share of the excess after so many sweeps skips to the
+last."""
 SUMS = {"contract", "nsz", "reassoc", "nnan"}
 """Optimisations allowed: reordered sums and maxima, fused multiplications, no NaNs."""
 EXACT = {"contract", "nsz"}
@@ -194,16 +197,16 @@ def send(f, flat, weight):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _broken(f, flat, box):  # type: ignore[no-untyped-def]
-    """Number of columns outside the box. Margins, where x and z are 0, do not count as below it."""
-    pad, n, broken = flat.pad, flat.n, 0.0
+def _outside(f, flat, box):  # type: ignore[no-untyped-def]
+    """Mass outside the box. Margins, where x and z are 0, do not count as below it."""
+    pad, n, outside = flat.pad, flat.n, 0.0
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
     sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
     for i in range(n):
         z = x[i] - give[i] * sent[i] + keep[i] * received[i]
-        broken += 1.0 if z > box.hi + box.slack else 0.0
-        broken += 1.0 if (z < box.lo - box.slack) & (x[i] > 0.0) else 0.0
-    return broken
+        outside += z - box.hi if z > box.hi + box.slack else 0.0
+        outside += box.lo - z if (z < box.lo - box.slack) & (x[i] > 0.0) else 0.0
+    return outside
 
 
 @compiled(inner=True, fastmath=EXACT)
@@ -256,7 +259,8 @@ def repair(f, flat, weight, box):  # type: ignore[no-untyped-def]
     for i in range(flat.n):
         keep[i] = 1.0
         give[i] = 1.0
-    for sweep in range(REPAIR_SWEEPS + 2):
+    sweep, first = 0, 0.0
+    while True:
         send(f, flat, weight)
         receive(f, flat, weight, flat.first)
         if sweep > REPAIR_SWEEPS:
@@ -264,6 +268,11 @@ def repair(f, flat, weight, box):  # type: ignore[no-untyped-def]
             if box.lo <= 0.0:
                 _between(f, flat, box)
             return
-        if _broken(f, flat, box) == 0.0:
+        outside = _outside(f, flat, box)
+        if outside == 0.0:
             return
+        first = outside if sweep == 0 else first
+        if sweep == TRIAL_SWEEPS and outside > HOPELESS * first:
+            sweep = REPAIR_SWEEPS
         _tighten(f, flat, box, sweep)
+        sweep += 1

@@ -117,7 +117,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
     # If every pixel is full, an excess of the size of rounding errors cannot be removed.
     rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
-    easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
+    easy, rate, rest, near, full = np.empty(n), np.empty(n), np.empty(n), np.empty(n), np.ones(n)
     for sweep in range(sweeps + 1):
         columns_of(p, flow, z)
         over, under = 0, 0
@@ -130,36 +130,39 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
             break
         # The last sweeps return more and more, so that no mass circulates among full pixels.
         more = 2.0 ** max(0, sweep - sweeps + 40)
-        fill(easy, 0.0)
-        fill(full, 0.0)
+        # What cannot stay next door goes where much flows to pixels with room, at any distance.
+        for j in range(n):
+            near[j] = 1.0 if z[j] < p.hi else full[j]
+        fill(easy, tiny)
+        fill(full, 1e-30)
         for a in range(n_rows):
             room = max(p.hi - z[p.home[a]], 0.0)
             for k in range(1, n_moves):
                 if flow[a, k] > 0.0:
                     easy[p.end[a, k]] += min(flow[a, k], room)
-                    full[p.end[a, k]] += flow[a, k]
+                    full[p.end[a, k]] += flow[a, k] * near[p.home[a]]
         for j in range(n):
             excess = more * (z[j] - p.hi) if z[j] > p.hi + rounding else 0.0
             enough = easy[j] >= excess
-            rate[j] = excess / max(easy[j], tiny) if enough else 0.0
-            rest[j] = 0.0 if enough else excess / max(full[j], tiny)
+            rate[j] = excess / easy[j] if enough else 0.0
+            rest[j] = 0.0 if enough else excess / full[j]
         for a in range(n_rows):
             room, own = max(p.hi - z[p.home[a]], 0.0), z[p.home[a]]
             recall, recall_rest = 0.0, 0.0
             if own < p.lo - rounding:
-                lack, plenty, sent = more * (p.lo - own), 0.0, 0.0
+                lack, plenty, sent = more * (p.lo - own), tiny, tiny
                 for k in range(1, n_moves):
                     if flow[a, k] > 0.0:
                         plenty += min(flow[a, k], max(z[p.end[a, k]] - p.lo, 0.0))
                         sent += flow[a, k]
                 if plenty >= lack:
-                    recall = lack / max(plenty, tiny)
+                    recall = lack / plenty
                 else:
-                    recall_rest = lack / max(sent, tiny)
+                    recall_rest = lack / sent
             for k in range(1, n_moves):
                 if flow[a, k] > 0.0:
                     j, f = p.end[a, k], flow[a, k]
-                    back = min(f, room) * rate[j] + f * rest[j]
+                    back = min(f, room) * rate[j] + f * near[p.home[a]] * rest[j]
                     called = min(f, max(z[j] - p.lo, 0.0)) * recall + f * recall_rest
                     returned = min(max(back, called), f)
                     flow[a, k] -= returned

@@ -51,7 +51,8 @@ from wball.solvers.problem import (
 )
 
 SWEEPS = 400
-"""Sweeps of an image at most, before Newton's method takes over."""
+"""Sweeps of an image at most before Newton's method takes over; its height and width together, if
+that is more, because sweeps carry what happens at one end of a full area to the other."""
 
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap."""
@@ -124,7 +125,7 @@ def _swept(
     u, psi = (None, None) if init is None else (as_images(init.beta), init.psi)
     answer = projected_sinkhorn(Projection(
         grid, as_images(w), spend, moves, problem.box, tau,
-        u=u, psi=psi, tol=effort.tol, max_iter=SWEEPS, factors=True,
+        u=u, psi=psi, tol=effort.tol, max_iter=max(SWEEPS, sum(grid.shape[2:])), factors=True,
     ))  # fmt: skip
     gap = answer.gap
     # The exponents of a plan in factors are rounded in proportion to |u| / tau.

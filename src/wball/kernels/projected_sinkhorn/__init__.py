@@ -91,9 +91,8 @@ FIRST, LEAST = 0.5, 0.02
 each offer down to ``LEAST`` times the tolerance."""
 
 PAUSE = 4
-"""An offer puts the next off by this many sweeps, twice as many the second time, and so on: a
-repair costs as much as thirty, and finds no room in a large full area before sweeps have made
-some."""
+"""An offer puts the next off by this many sweeps, twice as many the second time, and so on: in a
+large full area sweeps must make room for a repair."""
 
 EXCESS = 10.0
 """Cost of mass above the box in the estimate of the gap, in units of its price: a repair sends it

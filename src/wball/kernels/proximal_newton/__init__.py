@@ -149,35 +149,31 @@ def proximal_newton(
         The Newton steps used per image, and the name of the kernel that served.
     """
     x, hi = problem.x, problem.columns.hi
-    n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
     near = (x < hi) & (x > hi * (1 - NEARLY)) & ~per_image(problem.single, x)
-    index = near.flatten(1).any(1).nonzero().flatten()
-    if index.numel():
-        here = problem.take(index)
-        full = torch.where(near[index], hi, here.x)
-        limits = here.tolerance
-        strict = replace(limits, tol=0.5 * limits.tol, floor=0.5 * limits.floor)
-        nearby = replace(here, x=full, tolerance=strict)
-        found = nearby.at_centre(here.columns.objective(full))
-        found.psi.copy_(best.psi[index])
-        n_iter[index], served = proximal_newton(nearby, start[index], max_iter, found, warm=warm)
-        plan = Plan(here.moves, found.flow.mul_((here.x / full).nan_to_num(1.0).unsqueeze(2)))
-        best.keep_plan(index, plan, here.objective(plan))
-        best.keep_duals(index, found.u, found.psi, here.lower_bounds(found.u, found.psi))
-    kernel, todo = dispatch.choose("proximal_newton", x, problem.moves), problem.todo(best)
-    if not todo.numel():
-        return n_iter, served
+    index, todo = near.flatten(1).any(1).nonzero().flatten(), problem.todo(best)
+    kernel = dispatch.choose("proximal_newton", x, problem.moves)
     solve = dispatch.load("proximal_newton", kernel).proximal_newton
     home = torch.device("cpu") if kernel == "cpu" else x.device
-    if len(todo) == len(x) and home == x.device and served == "none":
+    if len(todo) == len(x) and home == x.device and not index.numel():
         return solve(problem, start, max_iter, best, warm=warm), kernel
-    here = problem.take(todo)
-    found = here.at_centre(here.columns.objective(here.x), best.dual[todo])
-    found.psi.copy_(best.psi[todo])
-    part = found.to(home)
-    here, start = here.to(home), start[todo].to(home)
-    n_iter[todo] += solve(here, start, max_iter, part, warm=warm).to(x.device)
-    found = part.to(x.device)
-    best.keep_plan(todo, Plan(problem.moves, found.flow), found.primal)
-    best.keep_duals(todo, found.u, found.psi, (found.dual, found.hard))
-    return n_iter, kernel
+    n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
+    # Images with pixels that are nearly full, as if these were; then those that are left.
+    for full, part in ((torch.where(near, hi, x), 0.5), (x, 1.0)):
+        todo = index if part < 1 else problem.todo(best)
+        if not todo.numel():
+            continue
+        here, served = problem.take(todo), kernel
+        limits = here.tolerance
+        strict = replace(limits, tol=part * limits.tol, floor=part * limits.floor)
+        nearby = replace(here, x=full[todo], tolerance=strict)
+        found = nearby.at_centre(here.columns.objective(nearby.x))
+        found.psi.copy_(best.psi[todo])
+        found = found.to(home)
+        steps = solve(nearby.to(home), start[todo].to(home), max_iter, found, warm=warm)
+        n_iter[todo] += steps.to(x.device)
+        found = found.to(x.device)
+        share = (here.x / nearby.x).nan_to_num(1.0).unsqueeze(2)
+        plan = Plan(here.moves, found.flow.mul_(share))
+        best.keep_plan(todo, plan, here.objective(plan))
+        best.keep_duals(todo, found.u, found.psi, here.lower_bounds(found.u, found.psi))
+    return n_iter, served

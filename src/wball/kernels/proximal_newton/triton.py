@@ -27,7 +27,6 @@ gradients.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -163,23 +162,6 @@ def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
     return back.to(device), flat.to(device)
 
 
-class System(NamedTuple):
-    """Newton's equations: how many rows and columns they have, how many of these have many moves,
-    and how many moves one has at most; of the price, its diagonal entry with and without the part
-    of the rows' means; the size of the residual, in coupled columns and in those alone."""
-
-    rows: tl.tensor
-    wide: tl.tensor
-    widest: tl.tensor
-    columns: tl.tensor
-    crowded: tl.tensor
-    most: tl.tensor
-    diagonal: tl.tensor
-    square: tl.tensor
-    size: tl.tensor
-    alone: tl.tensor
-
-
 @triton.jit
 def _pixels(s_ptr, one, CASE: tl.constexpr):
     """The pixels, neighbouring ones in neighbouring threads."""
@@ -290,7 +272,10 @@ def _curved(columns, through, stiffness, limits, CASE: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _equations(work, psi, sigma, stiffness, slope, limits, table, one, CASE: tl.constexpr):
-    """What conjugate gradients need for Newton's step, stored, and :class:`System`.
+    """What conjugate gradients need for Newton's step, stored. Returns how many rows there are, how
+    many of these have many moves, and how many moves one has at most; the same of columns; of the
+    price, the diagonal entry with and without what the rows' means take off; the size of the
+    residual, in these columns and in the others.
 
     Rows with one move have no choice, and columns that only such rows reach have a step of their
     own. The others are packed: they have numbers, and what belongs to them lies at these numbers.
@@ -408,9 +393,9 @@ def _equations(work, psi, sigma, stiffness, slope, limits, table, one, CASE: tl.
         put(packed, R, r, CASE)
         sizes += r * r * inverse
         most_senders = tl.maximum(most_senders, senders)
-    return System(
-        n_rows, n_wide, widest, n_columns, n_crowded, tl.max(most_senders, 0),
-        diagonal_psi, square, tl.sum(sizes, 0), alone,
+    crowd, size = tl.max(most_senders, 0), tl.sum(sizes, 0)
+    return (
+        n_rows, n_wide, widest, n_columns, n_crowded, crowd, diagonal_psi, square, size, alone
     )  # fmt: skip
 
 
@@ -425,33 +410,34 @@ def _direction(work, system, psi, slope, one, CASE: tl.constexpr):
     choice_ptr, coupled_ptr = work.columns + N, work.columns + 2 * N
     back_ptr, back_weight_ptr = list_ptr + CASE.moves * N, weight_ptr + CASE.moves * N
     lanes, zeros = tl.arange(0, TILE) * one, tl.zeros([TILE], tl.float64)
-    free, diagonal_psi = (psi > 0.0) | (slope > 0.0), system.diagonal
+    n_rows, n_wide, widest, n_columns, n_crowded, crowd, diagonal_psi, square, size, alone = system
+    free = (psi > 0.0) | (slope > 0.0)
     r_psi = tl.where(free, slope, 0.0)
     q_psi, d_psi = r_psi / diagonal_psi, r_psi * 0.0
-    left = system.size + r_psi * q_psi
-    goal = METHOD.cg_tol * METHOD.cg_tol * (left + system.alone)
+    left = size + r_psi * q_psi
+    goal = METHOD.cg_tol * METHOD.cg_tol * (left + alone)
     steps = one * 0
     going = left > goal
     while going & (steps < CG_MAX):
         curves, paid, across, along = zeros, zeros, zeros, zeros
-        for begin in tl.range(0, system.rows, TILE):
+        for begin in tl.range(0, n_rows, TILE):
             index = begin + lanes
-            there = index < system.rows
+            there = index < n_rows
             rows = Spots(s_ptr, index, there)
             ways = read(choice_ptr + index, there)
-            most = tl.where(begin < system.wide, system.widest, LOADS)
+            most = tl.where(begin < n_wide, widest, LOADS)
             ends = _summed(s_ptr + Q * STAGED, list_ptr, weight_ptr, index, ways, most, CASE)
             fees = get(rows, FEES, CASE)
             mean = (ends - q_psi * fees) * get(rows, SHARE, CASE)
             put(rows, S, mean, CASE)
             paid -= mean * fees
         tl.debug_barrier()
-        for begin in tl.range(0, system.columns, TILE):
+        for begin in tl.range(0, n_columns, TILE):
             index = begin + lanes
-            there = index < system.columns
+            there = index < n_columns
             columns = Spots(s_ptr, index, there)
             entry = read(coupled_ptr + index, there)
-            most, count = tl.where(begin < system.crowded, system.most, LOADS), entry % 64
+            most, count = tl.where(begin < n_crowded, crowd, LOADS), entry % 64
             starts = _summed(
                 s_ptr + S * STAGED, back_ptr, back_weight_ptr, index, count, most, CASE
             )
@@ -465,7 +451,7 @@ def _direction(work, system, psi, slope, one, CASE: tl.constexpr):
             across += get(columns, R, CASE) * scaled
             along += h * scaled
         curve, received = sum_two(curves, paid)
-        h_psi = 1e-12 * diagonal_psi * q_psi - received + q_psi * system.square
+        h_psi = 1e-12 * diagonal_psi * q_psi - received + q_psi * square
         h_psi = tl.where(free, h_psi, 0.0)
         curve += q_psi * h_psi
         going = curve > 0.0
@@ -478,9 +464,9 @@ def _direction(work, system, psi, slope, one, CASE: tl.constexpr):
         turn = new / tl.maximum(left, 1e-300)
         d_psi += length * q_psi
         r_psi -= length * h_psi
-        for begin in tl.range(0, system.columns, TILE):
+        for begin in tl.range(0, n_columns, TILE):
             index = begin + lanes
-            there = index < system.columns
+            there = index < n_columns
             columns = Spots(s_ptr, index, there)
             staged = Spots(s_ptr, read(coupled_ptr + index, there) // 64, there)
             q = get(staged, Q, CASE)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from wball.kernels.proximal_newton.triton_dual import OWN, TOLL, Q, S, Spots, in_use, put
+from wball.kernels.proximal_newton.triton_dual import DIAGONAL, OWN, TOLL, Q, S, Spots, in_use, put
 from wball.kernels.triton_stencil import read
 from wball.plan import REPAIR_SWEEPS
 
 SWEEPS = tl.constexpr(REPAIR_SWEEPS)
-ROOM, PLENTY, RATE, REST = Q, S, OWN, TOLL
+ROOM, PLENTY, RATE, REST, NEAR = Q, S, OWN, TOLL, DIAGONAL
 """Buffers of the repair."""
 
 
@@ -47,33 +47,36 @@ def _exchange(plan, table, CASE: tl.constexpr):
 
 
 @triton.jit
-def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
+def _send_back(plan, z, near, more, limits, rounding, table, CASE: tl.constexpr):
     """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones
-    recall."""
+    recall. ``near``: how much came from pixels with room, at any distance; returns that of the
+    next sweep."""
     STAGED: tl.constexpr = CASE.layout.staged
     PLANE: tl.constexpr = CASE.layout.height * CASE.layout.width
     spots, flow_ptr, spot, marks, incoming = plan
     s_ptr, place, _ = spots
     lo, hi = limits.lo, limits.hi
     room = tl.maximum(hi - z, 0.0)
+    near = tl.where(z < hi, 1.0, near)
     put(spots, ROOM, room, CASE)
+    put(spots, NEAR, near, CASE)
     if CASE.lower:
         put(spots, PLENTY, tl.maximum(z - lo, 0.0), CASE)
     tl.debug_barrier()
-    easy, full = z * 0.0, z * 0.0
+    easy, come = z * 0.0 + 1e-300, z * 0.0 + 1e-30
     for k in tl.range(1, CASE.moves):
         start = place - tl.load(table.offset + k)
         used = in_use(incoming, k)
         part = read(flow_ptr + k * PLANE + spot - tl.load(table.flat + k), used)
-        full += part
+        come += part * read(s_ptr + NEAR * STAGED + start, used)
         easy += tl.minimum(part, read(s_ptr + ROOM * STAGED + start, used))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
     enough = easy >= excess
-    put(spots, RATE, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), CASE)
-    put(spots, REST, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), CASE)
+    put(spots, RATE, tl.where(enough, excess / easy, 0.0), CASE)
+    put(spots, REST, tl.where(enough, 0.0, excess / come), CASE)
     recall, recall_rest = z * 0.0, z * 0.0
     if CASE.lower:
-        easy, full = z * 0.0, z * 0.0
+        easy, full = z * 0.0 + 1e-300, z * 0.0 + 1e-300
         for k in tl.range(1, CASE.moves):
             used = in_use(marks, k)
             part = read(flow_ptr + k * PLANE + spot, used)
@@ -81,20 +84,21 @@ def _send_back(plan, z, more, limits, rounding, table, CASE: tl.constexpr):
             full += part
             easy += tl.minimum(part, read(s_ptr + PLENTY * STAGED + there, used))
         lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
-        recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
-        recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
+        recall = tl.where(easy >= lack, lack / easy, 0.0)
+        recall_rest = tl.where(easy >= lack, 0.0, lack / full)
     tl.debug_barrier()
     for k in tl.range(1, CASE.moves):
         used = in_use(marks, k)
         part = read(flow_ptr + k * PLANE + spot, used)
         there = place + tl.load(table.offset + k)
         back = tl.minimum(part, room) * read(s_ptr + RATE * STAGED + there, used)
-        back += part * read(s_ptr + REST * STAGED + there, used)
+        back += part * near * read(s_ptr + REST * STAGED + there, used)
         if CASE.lower:
             plenty = read(s_ptr + PLENTY * STAGED + there, used)
             back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
         tl.store(flow_ptr + k * PLANE + spot, part - tl.minimum(back, part), mask=used)
     tl.debug_barrier()
+    return come
 
 
 @triton.jit
@@ -127,12 +131,12 @@ def repair(plan, x, limits, table, CASE: tl.constexpr):
     z = x + (come - sent)
     wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
     sweep = wrong * 0
-    more = budget * 0.0 + 1.0
+    near, more = z * 0.0 + 1.0, budget * 0.0 + 1.0
     while (wrong > 0) & (sweep < SWEEPS):
         # The last sweeps return ever more than the excess, so that what circulates among full
         # pixels dies out.
         more = tl.where(sweep > SWEEPS - 40, 2.0 * more, more)
-        _send_back(plan, z, more, limits, rounding, table, CASE)
+        near = _send_back(plan, z, near, more, limits, rounding, table, CASE)
         sent, come = _exchange(plan, table, CASE)
         z = x + (come - sent)
         wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
