@@ -117,7 +117,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
     # If every pixel is full, an excess of the size of rounding errors cannot be removed.
     rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
-    easy, rate, rest, near, full = np.empty(n), np.empty(n), np.empty(n), np.empty(n), np.ones(n)
+    easy, rate, rest, near, full = np.ones((5, n))
     for sweep in range(sweeps + 1):
         columns_of(p, flow, z)
         over, under = 0, 0
@@ -133,8 +133,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
         # What cannot stay next door goes where much flows to pixels with room, at any distance.
         for j in range(n):
             near[j] = 1.0 if z[j] < p.hi else full[j]
-        fill(easy, tiny)
-        fill(full, 1e-30)
+            easy[j], full[j] = tiny, 1e-30
         for a in range(n_rows):
             room = max(p.hi - z[p.home[a]], 0.0)
             for k in range(1, n_moves):

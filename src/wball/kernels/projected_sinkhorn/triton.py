@@ -225,7 +225,7 @@ class ProjectionLimits(NamedTuple):
 
 class ProjectionFound(NamedTuple):
     """The answer: images, numbers per image (objective, gap, allowed gap, cost, residual, scale of
-    what moves), and which images are too wide for float32."""
+    what moves), and which images are left to float64: too wide, or their plans do not repair."""
 
     z: Tensor
     u: Tensor
@@ -325,6 +325,8 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
         wide = top - bottom > CASE.widest
         if EXACT:
             beta = tl.maximum(beta, top - CASE.widest)
+        else:  # too large an excess to repair may be rounding
+            wide |= offers > 2
         s = tl.where(real, tl.exp(beta - top), 1.0)
         stage(s_ptr, place, s, real)
         worth = tl.maximum(tau * price * budget, 1.2e-38)
