@@ -18,8 +18,8 @@ from wball.kernels.dispatch import GROUP
 from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
 
 TRIAL_SWEEPS, HOPELESS = 12, 0.6
-"""A repair that leaves more than this share of the excess after so many sweeps skips to the
-last."""
+"""If more than this share of the excess is left after this many sweeps, a repair goes straight to
+its last sweep."""
 SUMS = {"contract", "nsz", "reassoc", "nnan"}
 """Optimisations allowed: reordered sums and maxima, fused multiplications, no NaNs."""
 EXACT = {"contract", "nsz"}

@@ -130,7 +130,8 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
             break
         # The last sweeps return more and more, so that no mass circulates among full pixels.
         more = 2.0 ** max(0, sweep - sweeps + 40)
-        # What cannot stay next door goes where much flows to pixels with room, at any distance.
+        # Excess that its neighbours have no room for goes toward pixels that have, along large
+        # flows.
         for j in range(n):
             near[j] = 1.0 if z[j] < p.hi else full[j]
             easy[j], full[j] = tiny, 1e-30

@@ -325,7 +325,7 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
         wide = top - bottom > CASE.widest
         if EXACT:
             beta = tl.maximum(beta, top - CASE.widest)
-        else:  # too large an excess to repair may be rounding
+        else:  # in float32, rounding errors may be what cannot be repaired
             wide |= offers > 2
         s = tl.where(real, tl.exp(beta - top), 1.0)
         stage(s_ptr, place, s, real)

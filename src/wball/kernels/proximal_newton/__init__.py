@@ -152,17 +152,19 @@ def proximal_newton(
     near = (x < hi) & (x > hi * (1 - NEARLY)) & ~per_image(problem.single, x)
     index, todo = near.flatten(1).any(1).nonzero().flatten(), problem.todo(best)
     kernel = dispatch.choose("proximal_newton", x, problem.moves)
+    n_iter = torch.zeros_like(best.primal, dtype=torch.long)
+    if not todo.numel():
+        return n_iter, "none"
     solve = dispatch.load("proximal_newton", kernel).proximal_newton
     home = torch.device("cpu") if kernel == "cpu" else x.device
     if len(todo) == len(x) and home == x.device and not index.numel():
         return solve(problem, start, max_iter, best, warm=warm), kernel
-    n_iter, served = torch.zeros_like(best.primal, dtype=torch.long), "none"
     # Images with pixels that are nearly full, as if these were; then those that are left.
     for full, part in ((torch.where(near, hi, x), 0.5), (x, 1.0)):
         todo = index if part < 1 else problem.todo(best)
         if not todo.numel():
             continue
-        here, served = problem.take(todo), kernel
+        here = problem.take(todo)
         limits = here.tolerance
         strict = replace(limits, tol=part * limits.tol, floor=part * limits.floor)
         nearby = replace(here, x=full[todo], tolerance=strict)
@@ -176,4 +178,4 @@ def proximal_newton(
         plan = Plan(here.moves, found.flow.mul_(share))
         best.keep_plan(todo, plan, here.objective(plan))
         best.keep_duals(todo, found.u, found.psi, here.lower_bounds(found.u, found.psi))
-    return n_iter, served
+    return n_iter, kernel
