@@ -3,6 +3,7 @@ twice."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import json
@@ -199,3 +200,29 @@ def test_counterexamples_of_complete_certificates_count_as_broken() -> None:
     assert not result.rejected
     assert audit(ball, result.examples["original"], result.examples["adversarial"]).valid.all()
     assert (model(result.examples["adversarial"]).argmax(1) != y[broken]).all()
+
+
+def test_an_interrupted_standard_attack_goes_on_after_its_last_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members that ran before an interruption are not run again, and nothing changes by it."""
+    monkeypatch.setattr("wball.evaluation.journal.SAVE_EVERY", 0.0)
+    model, x, y = problem(6)
+    settings: dict[str, Any] = {"attack": "fast", "batch_size": 6, "name": "m", "command": "c"}
+    settings["radii"] = [0.02, 0.05]
+    counted = Fragile(model, 10**9)
+    measure(counted, x, y, out=tmp_path / "whole", **settings)
+    once, calls, each = 10**9 - counted.calls[0], 0, 130
+    for _ in range(50):  # each attempt has time for one member and what stands around it
+        fragile = Fragile(model, each)
+        with contextlib.suppress(Dies):
+            measure(fragile, x, y, out=tmp_path / "parts", **settings)
+        calls += each - max(0, fragile.calls[0])
+        if (tmp_path / "parts" / "results.json").exists():
+            break
+        assert not (tmp_path / "parts" / "results.json").exists()
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        whole, parts = ((tmp_path / run / name).read_bytes() for run in ("whole", "parts"))
+        assert whole == parts
+    assert each < once < calls < 3 * once
+    assert not (tmp_path / "parts" / "batches").exists()

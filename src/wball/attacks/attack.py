@@ -85,11 +85,15 @@ class StepCount:
         """Start a batch of ``size`` images after ``start`` finished ones."""
         self._start, self._size, self._step = start, size, 0
 
-    def step(self) -> None:
-        """Count one gradient step of the batch."""
-        self._step += 1
-        share = self._size * min(1.0, self._step / self._steps)
-        self._bar.within((self._start + share) / self._images)
+    def step(self, left: int) -> None:
+        """Count one gradient step of the ``left`` images of the batch that are still attacked."""
+        self.reach(self._step + 1, left)
+
+    def reach(self, step: int, left: int) -> None:
+        """Move to a step. Nothing remains to be done on the images that are not ``left``."""
+        self._step = step
+        remaining = min(left, self._size) * max(0.0, 1 - step / self._steps)
+        self._bar.within((self._start + self._size - remaining) / self._images)
 
 
 class AttackStatus(Explained):
@@ -244,7 +248,7 @@ class Attack(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, to be stored with an evaluation."""
-        hidden = {"ball", "progress", "check", "proofs", "view"}
+        hidden = {"ball", "progress", "check", "proofs", "view", "journal"}
         if self.target is None:
             hidden.add("target")
         shown = [item.name for item in fields(self) if item.name not in hidden]

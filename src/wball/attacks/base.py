@@ -356,7 +356,7 @@ class AttackBatch:
         """Count a step, for progress and for :meth:`survivors`."""
         self.steps_done += 1
         if self._progress is not None:
-            self._progress.step()
+            self._progress.step(self._active.numel())
 
     def begin_last_steps(self) -> None:
         """Remember the current loss, to measure the progress of the last steps."""

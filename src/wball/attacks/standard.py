@@ -66,6 +66,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -104,6 +105,9 @@ from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
 
 Version = Literal["standard", "fast"]
+Journal = Callable[[Task, torch.Generator, Callable[[], AttackResult]], AttackResult]
+"""Runs the attack of a member on a task, or returns its stored result if it ran before an
+interruption (:mod:`wball.evaluation.journal`)."""
 
 VERSION = 6
 """Number of the member list; results name it."""
@@ -221,11 +225,13 @@ class StandardAttack(Attack):
         check: warn of signs that a robust accuracy may be an artefact
             (:class:`wball.attacks.findings.ModelWarning`).
         view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
+        journal: keeps the result of each member, so that an interrupted attack can be resumed.
     """
 
     version: Version = "standard"
     check: bool = True
     view: View | None = field(default=None, repr=False, compare=False)
+    journal: Journal | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,8 +306,12 @@ class StandardAttack(Attack):
             members = tuple(replace(member, until_success=False) for member in members)
         kinds = [*self._gradient_members(targeted, classes), SEARCH]
         ensemble = _Ensemble(self, view, task)
+        steps = 0
         for number, (kind, member) in enumerate(zip(kinds, members, strict=False)):
             here = ensemble.attacked_by(kind)
+            if progress is not None:
+                progress.reach(steps, here.numel())
+            steps += member.n_gradients
             if here.numel() == 0:
                 continue
             part = replace(task.take(here), model=view.model)
@@ -315,8 +325,9 @@ class StandardAttack(Attack):
             if kind.on_bytes:
                 part = replace(part, model=partial(_on_bytes, view.model))
                 member = replace(member, until_success=False)
+            run = partial(member.take(here).attack_batch, part, generator, progress)
             with full_precision():  # examples that exist in TF32 only would end the search
-                found = member.take(here).attack_batch(part, generator, progress)
+                found = run() if self.journal is None else self.journal(part, generator, run)
             if kind.steady and found.rising is not None:
                 ensemble.rising[here] = found.rising
             ensemble.add(number, here, found)

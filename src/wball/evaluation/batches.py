@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
-from wball.attacks import Attack, AttackResult, AttackStatus
+from wball.attacks import Attack, AttackResult, AttackStatus, StandardAttack, minimal_radius
 from wball.attacks.attack import Task
 from wball.attacks.findings import CODES, Finding
 from wball.attacks.views import find_signs
@@ -34,6 +35,7 @@ from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.doubts import as_warnings, misclassified
+from wball.evaluation.journal import SAVE_EVERY, Journal
 from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
@@ -42,6 +44,8 @@ from wball.progress import Bar, bar
 from wball.storage.files import Log, as_bytes, json_checksum, read_tensors, write_tensors
 
 CPU_BATCH = 50
+CERTIFIED = 8
+"""Images that are certified at a time on a CPU, so that an interruption costs little."""
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 """Pixels per batch, so that large images fit into memory."""
 GPU_BATCH, GPU_MOST = 256, 40_000_000
@@ -112,6 +116,11 @@ class Batches:
         return math.ceil(len(self.data) / self.size)
 
     @property
+    def minimal(self) -> bool:
+        """Whether each image's smallest radius is searched, instead of given ones."""
+        return bool(self.settings["mode"] == "minimal")
+
+    @property
     def radii(self) -> list[float]:
         """The radius of each stage."""
         return [float(r) for r in self.settings["radii"]]
@@ -141,17 +150,33 @@ class Batches:
         for stage in range(batch.notes["done"], len(self.radii)):
             begun, eps = time.perf_counter(), self.radii[stage]
             shown.stage(len(batch.x), f"{self.settings['model']['name']}, eps {eps:g}")
-            with self._randomness(number, stage) as generator:
-                if not isinstance(self.attack, FunctionAttack) or stage == len(self.radii) - 1:
-                    attack = attack or self._prepared(number, batch)
+            last = stage == len(self.radii) - 1
+            once = self.minimal or isinstance(self.attack, FunctionAttack)
+            if not batch.notes["attacked"] and (last or not once):
+                attack = attack or self._prepared(number, batch)
+                with self._randomness(number, stage) as generator:
                     self._attack(attack.at(eps), batch, generator)
+                batch.notes["attacked"] = True
+                self._save(batch)
+            with self._randomness(number, len(self.radii) + 2 + stage):
                 self._certify(batch, stage)
-            batch.notes["done"] = stage + 1
-            stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
-            write_tensors(self.path(number), stored, batch.notes)
+            batch.notes.update(done=stage + 1, attacked=False, tried=0)
+            self._save(batch)
             seconds = round(time.perf_counter() - begun, 3)
             self.log("batch", batch=number, stage=stage, seconds=seconds)
             shown.advance(len(batch.x))
+
+    def _save(self, batch: _Batch) -> None:
+        """Store a batch. The journal of its attack is then not needed any more."""
+        stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
+        write_tensors(self.path(batch.notes["batch"]), stored, batch.notes)
+        self._journal(batch).clear()
+
+    def _journal(self, batch: _Batch) -> Journal:
+        """The journal of a batch at the radius where it is."""
+        number, stage = batch.notes["batch"], batch.notes["done"]
+        name, run = f"members-{number:05d}", {**self._identity(number), "stage": stage}
+        return Journal(self.store, name, self.ball, self.data.device, run)
 
     def _resume(self, number: int) -> _Batch:
         """The stored batch, or a new one."""
@@ -184,13 +209,18 @@ class Batches:
             "adversarial": x.cpu().clone(),
             "logits": logits,
         }
-        notes: dict[str, Any] = {"run": json_checksum(self.settings), "batch": number, "done": 0}
-        return _Batch(x, y, state, {**notes, "rejected": [], "findings": {}, "disagreements": []})
+        work = {"done": 0, "attacked": False, "tried": 0}
+        found: dict[str, Any] = {"rejected": [], "findings": {}, "disagreements": []}
+        return _Batch(x, y, state, {**self._identity(number), **work, **found})
+
+    def _identity(self, number: int) -> dict[str, Any]:
+        """What marks the files of this batch of this run."""
+        return {"run": json_checksum(self.settings), "batch": number}
 
     def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read a stored batch. Raises ``ValueError`` if the file is not this batch of this run."""
         state, notes = read_tensors(self.path(number))
-        identity = {"run": json_checksum(self.settings), "batch": number}
+        identity = self._identity(number)
         found = {} if not isinstance(notes, dict) else {key: notes.get(key) for key in identity}
         if found != identity or state.keys() != COLUMNS.keys() - {"radius"} | IMAGES:
             raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
@@ -223,6 +253,10 @@ class Batches:
             return
         here = left.to(batch.x.device)
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
+        if isinstance(attack, StandardAttack):
+            attack = replace(attack, journal=self._journal(batch))
+        if self.minimal and not isinstance(attack, FunctionAttack):
+            attack = FunctionAttack(attack.ball, partial(smallest, attack))
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         batch.state["n_steps"][left] += found.n_steps.cpu()
         for finding in found.findings:
@@ -330,12 +364,25 @@ class Batches:
         index = (right & (state["certified"] >= before)).nonzero().squeeze(1)
         if index.numel() == 0:
             return
-        here, ball = index.to(x.device), self.ball.at(eps)
-        if self.settings["mode"] == "minimal":
-            radius = certified_radius(self.model, x[here], y[here], ball, method)
+        if self.minimal:
+            here = index.to(x.device)
+            radius = certified_radius(self.model, x[here], y[here], self.ball.at(eps), method)
             state["certified"][index] = radius.cpu()
             return
-        proof = certify(self.model, x[here], y[here], ball, method)
+        saved = time.perf_counter()
+        for part in index[batch.notes["tried"] :].split(len(index) if x.is_cuda else CERTIFIED):
+            self._certify_part(batch, part, eps)
+            batch.notes["tried"] += len(part)
+            if time.perf_counter() - saved > SAVE_EVERY:
+                self._save(batch)
+                saved = time.perf_counter()
+
+    def _certify_part(self, batch: _Batch, index: Tensor, eps: float) -> None:
+        """Certify some images of a batch at one radius."""
+        assert isinstance(self.model, nn.Module)
+        x, y, state, ball = batch.x, batch.y, batch.state, self.ball.at(eps)
+        here = index.to(x.device)
+        proof = certify(self.model, x[here], y[here], ball, self.settings["certify"]["method"])
         state["certified"][index[proof.certified.cpu()]] = eps
         if proof.counterexample is not None:
             falsified = [status is CertificateStatus.FALSIFIED for status in proof.status]
@@ -425,7 +472,7 @@ class Batches:
         """The smallest evaluated radius of each example, by its distance."""
         distance = whole["distance"]
         radius = torch.where(distance == 0, distance, whole["found_at"])
-        if self.settings["mode"] == "minimal":
+        if self.minimal:
             return torch.minimum(radius, distance)
         for eps in sorted(self.radii, reverse=True):
             radius = torch.where((distance <= eps) & (eps < radius), eps, radius)
@@ -463,6 +510,14 @@ class FunctionAttack(Attack):
         kinds = (AttackStatus.SURVIVED, AttackStatus.FOUND)
         status = tuple(kinds[found] for found in success.tolist())
         return AttackResult(images, success, zero, zero, zero.long(), status, zero)
+
+
+def smallest(attack: Attack, model: Model, x: Tensor, y: Tensor) -> Tensor:
+    """Examples at the smallest radii that an attack finds."""
+    seed = int(torch.randint(2**62, ()))  # each batch has its own random state
+    generator = torch.Generator(x.device).manual_seed(seed)
+    hi = float(attack.ball.eps)
+    return minimal_radius(model, x, y, attack, hi=hi, generator=generator).images
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs, provenance
-from wball.attacks import Attack, StandardAttack, minimal_radius
+from wball.attacks import Attack, StandardAttack
 from wball.attacks.attack import out_of_memory
 from wball.ball import Ball, check_ball
 from wball.certificates.certificate import METHODS
@@ -143,8 +143,6 @@ def evaluate(
     if levels is not None:
         searched = replace(searched, levels=levels)
     described = searched.describe()
-    if mode == "minimal" and not isinstance(searched, FunctionAttack):
-        searched = FunctionAttack(searched.ball, _search(searched))
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
@@ -253,18 +251,6 @@ def _attack(attack: Attack | Callable[..., Tensor] | str, ball: Ball) -> Attack:
     if isinstance(attack, StandardAttack):
         attack = replace(attack, check=False)  # done once, and not in each batch
     return replace(attack, progress=False)
-
-
-def _search(attack: Attack) -> Callable[[Model, Tensor, Tensor], Tensor]:
-    """A function that returns examples at the smallest radius that an attack finds."""
-
-    def search(model: Model, x: Tensor, y: Tensor) -> Tensor:
-        seed = int(torch.randint(2**62, ()))  # each batch has its own random state
-        generator = torch.Generator(x.device).manual_seed(seed)
-        hi = float(attack.ball.eps)
-        return minimal_radius(model, x, y, attack, hi=hi, generator=generator).images
-
-    return search
 
 
 def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
