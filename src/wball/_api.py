@@ -38,8 +38,13 @@ from wball.evaluation import (
     merge_evaluations as merge_evaluations,
 )
 from wball.fetch import download as download
+from wball.paper import (
+    conjugate_sinkhorn as conjugate_sinkhorn,
+    projected_sinkhorn as projected_sinkhorn,
+)
 from wball.result import (
     ProjectionResult as ProjectionResult,
+    SinkhornResult as SinkhornResult,
     Status as Status,
     SupportResult as SupportResult,
 )

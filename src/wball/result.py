@@ -139,6 +139,41 @@ class ProjectionResult(_Solved):
     kernel: str = "torch"
 
 
+@dataclass(frozen=True, repr=False)
+class SinkhornResult(Summarised):
+    """Where the iterations of :mod:`wball.paper` ended. Dual variables are the paper's, for images
+    of mass 1.
+
+    Attributes:
+        point: images like ``x``.
+        alpha: dual variables of the rows; ``-inf`` where ``x`` is 0.
+        beta: dual variables of the columns.
+        psi: price of the budget, per image.
+        value: the dual objective before the last step of ``psi``, per image.
+        n_iter: iterations done, per image.
+        converged: whether the last change of ``value`` was below ``tol * (1 + |value|)``.
+    """
+
+    point: Tensor
+    alpha: Tensor
+    beta: Tensor
+    psi: Tensor
+    value: Tensor
+    n_iter: Tensor
+    converged: Tensor
+
+    def headline(self) -> dict[str, str]:
+        images, solved = str(len(self.psi)), str(int(self.converged.sum()))
+        return {"images": images, "converged": solved}
+
+    def where(self, these: Tensor, others: SinkhornResult) -> SinkhornResult:
+        """This result for some images (a mask), ``others`` for the rest."""
+        pairs = zip(vars(self).values(), vars(others).values(), strict=True)
+        return SinkhornResult(
+            *(torch.where(these.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
+        )
+
+
 def joined_kernels(names: Iterable[str]) -> str:
     """The names of the kernels used, each once.
 

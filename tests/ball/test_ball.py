@@ -94,7 +94,7 @@ def test_bad_radii_and_boxes_are_refused(
         ({"tol": 0.0}, "tol must be > 0"),
         ({"max_iter": 0}, "max_iter must be at least 1"),
         ({"mode": "fast"}, "mode"),
-        ({"mode": "paper"}, "finite reg"),
+        ({"mode": "paper"}, "reg must be > 0 and finite"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], text: str) -> None:

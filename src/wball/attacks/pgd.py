@@ -89,8 +89,8 @@ class PGD(SteppedAttack):
         reg: the paper's lambda, for the projection and the Wasserstein step; ``inf`` is exact.
         random_start: start at a random point of the ball.
         growth: let the radius grow from ``ball.eps``; ``None`` keeps it.
-        mode: ``"paper"`` projects by the original procedure, which clamps and so leaves every ball:
-            ``distance`` is then ``nan``. Only for comparison.
+        mode: ``"paper"`` projects by the original procedure (:mod:`wball.paper`), which clamps and
+            so leaves every ball: ``distance`` is then ``nan``. Only for comparison.
         tol: tolerance of the projection.
         max_iter: iterations of the projection.
     """
@@ -235,11 +235,11 @@ class PGD(SteppedAttack):
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
         """The projection that returns no plans, if a kernel provides one."""
         problem = ball.problem(x)
-        if problem is None or not EntropicProjection.serves(problem, self.reg):
+        if problem is None or self.mode == "paper":
             return None
-        return EntropicProjection(
-            problem, self.reg, tol=self.tol, max_iter=self.max_iter, mode=self.mode
-        )
+        if not EntropicProjection.serves(problem, self.reg):
+            return None
+        return EntropicProjection(problem, self.reg, tol=self.tol, max_iter=self.max_iter)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         """The point after a gradient step, before the projection."""

@@ -30,6 +30,7 @@ from wball.display import Summarised
 from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
 from wball.inputs import dot, largest, per_image, result_dtype
 from wball.kernels import dispatch
+from wball.paper import clamped
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
 from wball.solvers.distance import distance
@@ -287,11 +288,19 @@ class WassersteinBall(Ball):
         mode: Literal["exact", "paper"] = "exact",
         time_limit: float = TIME_LIMIT,
     ) -> ProjectionResult:
-        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`.
+
+        ``mode="paper"`` is the original procedure: at most ``max_iter`` iterations of
+        :func:`wball.paper.projected_sinkhorn`, then a clamp, which destroys mass. Its points are in
+        no ball, and their gap is unknown (nan).
+        """
+        inputs.check_choice("mode", mode, ("exact", "paper"))
         w = inputs.as_pixels(w)
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
         problem = self.problem(inputs.check_images(x, self.box, w=w, **duals))
-        return project(problem, w, Effort(reg, tol, max_iter, time_limit), init, mode)
+        if mode == "paper":
+            return clamped(x, w, self, reg, max_iter, tol)
+        return project(problem, w, Effort(reg, tol, max_iter, time_limit), init)
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see

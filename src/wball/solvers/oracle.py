@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -150,9 +150,6 @@ class EntropicProjection(_Oracle):
 
     where ``delta`` covers float32 rounding of the exponents. The duals of one call start the next.
     Nothing is read back from the device.
-
-    ``mode="paper"`` solves without the box and clamps ``w - u``, as the original procedure does:
-    such points are in no ball, and their ``cost`` is nan.
     """
 
     def __init__(
@@ -162,10 +159,9 @@ class EntropicProjection(_Oracle):
         *,
         tol: float = 1e-3,
         max_iter: int = 100,
-        mode: Literal["exact", "paper"] = "exact",
     ) -> None:
         super().__init__(problem, torch.float32)
-        self.mode, self._tol, self._max_iter = mode, tol, max_iter
+        self._tol, self._max_iter = tol, max_iter
         mass = self._grid.double().flatten(1).sum(1)
         self._tau = mass / reg
         self._u: Tensor | None = None
@@ -184,33 +180,23 @@ class EntropicProjection(_Oracle):
     def within(self, problem: TransportProblem) -> None:
         """Continue with ``problem``, which differs only in its budget."""
         self.problem = problem
-        self.budget = problem.budget if self.mode == "paper" else problem.spendable(ROUNDINGS)
+        self.budget = problem.spendable(ROUNDINGS)
 
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
-        box = None if self.mode == "paper" else self.problem.box
         answer = projected_sinkhorn(Projection(
-            self._grid, target, self.budget, self._moves, box, self._tau,
+            self._grid, target, self.budget, self._moves, self.problem.box, self._tau,
             u=target - self._grid if self._u is None else self._u, psi=self._psi,
             tol=self._tol, max_iter=self._max_iter,
         ))  # fmt: skip
         self._u, self._psi = answer.u, answer.psi.double()
-        if self.mode == "paper":
-            single = per_image((self.budget <= 0) | (self._tau <= 0), target)
-            z, scale = (
-                torch.where(single, self._grid, target - answer.u),
-                torch.ones_like(self.budget),
-            )
-            cost = torch.full_like(self.budget, math.nan)
-        else:
-            tau = self._tau.clamp(min=1e-300)
-            size = (largest(answer.u) + self._psi * self._moves.dearest) / tau
-            scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + per_image(scale.float(), target) * _balanced(self._grid, answer.z)
-            cost = scale * answer.cost
+        tau = self._tau.clamp(min=1e-300)
+        size = (largest(answer.u) + self._psi * self._moves.dearest) / tau
+        scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
+        z = self._grid + per_image(scale.float(), target) * _balanced(self._grid, answer.z)
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)
-        return OraclePoint(z.view(self.x.shape), cost, scale, answer.kernel)
+        return OraclePoint(z.view(self.x.shape), scale * answer.cost, scale, answer.kernel)
 
 
 def _balanced(x: Tensor, z: Tensor) -> Tensor:

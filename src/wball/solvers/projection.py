@@ -18,16 +18,14 @@ value is a lower bound at every iterate.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wball.cost import DenseCost, Moves
-from wball.inputs import dot, largest, per_image
+from wball.inputs import dot, largest
 from wball.kernels.column_problem import Deadline, Problem, QuadraticColumns, Tolerance
 from wball.kernels.projected_sinkhorn import (
     PARTS,
@@ -54,16 +52,12 @@ SWEEPS = 400
 """Sweeps of an image at most before Newton's method takes over; its height and width together, if
 that is more, because sweeps carry what happens at one end of a full area to the other."""
 
-PAPER_TOL = 0.01
-"""Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap."""
-
 
 def project(
     problem: TransportProblem,
     w: Tensor,
     effort: Effort,
     init: Duals | None = None,
-    mode: Literal["exact", "paper"] = "exact",
 ) -> ProjectionResult:
     """The point of the ball nearest to ``w``.
 
@@ -72,9 +66,6 @@ def project(
         w: points to project, any finite values of the same shape. The ball checks it, and ``init``.
         effort: the entropy, and when to stop.
         init: dual variables of an earlier, similar projection.
-        mode: ``"paper"`` is the original procedure for comparison: the limit of Algorithm 2,
-            without a box, then a clamp, which destroys mass. Its points are in no ball; all others
-            are.
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at
@@ -84,26 +75,10 @@ def project(
         them counts instead.
     """
     w, effort = w.detach(), effort.checked()
-    if mode not in ("exact", "paper"):
-        raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
     if not isinstance(init, Duals | None):
         raise TypeError(
             f"init must be the duals of a projection (result.duals), got {type(init).__name__}"
         )
-    if mode == "exact":
-        return _project(problem, w, effort, init)
-    if effort.exact:
-        raise ValueError(
-            'mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)'
-        )
-    return _paper(problem, w, effort)
-
-
-def _project(
-    problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
-) -> ProjectionResult:
-    """Project by Newton's method; with entropy, by sweeps, with Newton steps for the images that
-    they leave unsolved."""
     if effort.exact or isinstance(problem.cost, DenseCost):  # sweeps over a matrix are slow
         return _by_newton(problem, w, effort, init)
     found = _swept(problem, w, effort, init)
@@ -235,18 +210,3 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
         write=written,
         kernel=joined_kernels((found.kernel, others.kernel)),
     )
-
-
-def _paper(problem: TransportProblem, w: Tensor, effort: Effort) -> ProjectionResult:
-    """The limit of Algorithm 2: ``w - u`` of the problem without a box, clamped.
-
-    No plan is returned, because none proves this point. ``residual`` is the largest difference
-    between the unclamped point and the columns of the plan.
-    """
-    precise = effort._replace(tol=PAPER_TOL * effort.tol, time_limit=math.inf)
-    found = _project(replace(problem, box=None), w, precise, None)
-    assert found.duals is not None
-    still = per_image((problem.budget <= 0) | (problem.mass <= 0), w)
-    point = torch.where(still, problem.x, w - found.duals.beta)
-    residual = largest(found.point - point)
-    return replace(found, point=as_given(point, w, problem.box), residual=residual, write=None)
