@@ -94,34 +94,34 @@ def _swept(
     problem: TransportProblem, w: Tensor, effort: Effort, init: Duals | None
 ) -> ProjectionResult:
     """The entropic projection of ``w`` by projected Sinkhorn, for all images at once."""
-    x, budget, spend = problem.x, problem.budget, problem.spendable()
+    x, budget = problem.x, problem.budget
     grid, tau = as_images(x), problem.mass / effort.reg
     moves = problem.moves(grid)
     u, psi = (None, None) if init is None else (as_images(init.beta), init.psi)
     answer = projected_sinkhorn(Projection(
-        grid, as_images(w), spend, moves, problem.box, tau,
+        grid, as_images(w), budget, moves, problem.box, tau,
         u=u, psi=psi, tol=effort.tol, max_iter=max(SWEEPS, sum(grid.shape[2:])), factors=True,
     ))  # fmt: skip
-    gap = answer.gap
     # The exponents of a plan in factors are rounded in proportion to |u| / tau.
     solved = (largest(answer.u) <= 1e8 * tau) | (tau <= 0)
-    if spend is not budget:  # some budget is held back for rounding
-        gap = gap + answer.psi * (budget - spend).clamp(min=0)
-        solved = solved & ~((spend <= 0) & (budget > 0))
     # The kernel treats a ball without budget as one point, even if moves are free.
     if moves.has_free:
-        solved = solved & ~((spend <= 0) & _escapes(moves, grid))
+        solved = solved & ~((budget <= 0) & _escapes(moves, grid))
     assert answer.keep is not None and answer.give is not None
     factors = answer.u, answer.psi, tau, answer.keep, answer.give
+    write = partial(FactoredPlan.tempered, moves, grid, *factors)
+    spend = problem.spendable(z=answer.z.view_as(x))
+    if spend is not budget:  # rounding costs something, but opposite flows leave budget for it
+        solved = solved & (write().net_cost() <= spend)
     return ProjectionResult(
         point=answer.z.reshape(x.shape).to(grid.dtype),
         objective=answer.objective,
-        gap=gap,
+        gap=answer.gap,
         residual=answer.residual,
-        status=statuses(solved & (gap <= answer.allowed)),
+        status=statuses(solved & (answer.gap <= answer.allowed)),
         n_iter=answer.n_iter,
         duals=Duals(answer.u.reshape(x.shape), answer.psi),
-        write=partial(FactoredPlan.tempered, moves, grid, *factors),
+        write=write,
         kernel=answer.kernel,
     )
 
@@ -166,7 +166,7 @@ def _solved(
         start = as_grid(init.beta)
         best.psi.copy_(init.psi)
     n_iter, kernel = proximal_newton(goal, start, max_iter, best, warm=init is not None)
-    goal.hold_back(best, problem.spendable())
+    goal.hold_back(best, problem.spendable(z=best.z.view_as(problem.x)))
     off = best.z - (target - best.u).clamp(*problem.limits)
     result = ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),

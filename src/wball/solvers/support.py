@@ -94,7 +94,7 @@ def _solved(
         n_iter, kernel = _without_box(goal, effort.max_iter, best)
     else:
         n_iter, kernel = proximal_newton(goal, scaled, effort.max_iter, best)
-    goal.hold_back(best, problem.spendable())
+    goal.hold_back(best, problem.spendable(z=best.z.view_as(x)))
     point = as_given(best.z, x, problem.box)
     reached = as_grid(point)
     value, weight = dot_and_size(direction, reached)
