@@ -69,11 +69,20 @@ def as_pixels(images: Tensor) -> Tensor:
     return images
 
 
+def row_major(values: Tensor) -> Tensor:
+    """The same values in row-major memory, which views and compiled loops need.
+
+    ``contiguous()`` is not enough: along axes of length 1 torch accepts any stride, and gives it to
+    every tensor made like this one.
+    """
+    return values.resolve_neg().reshape(-1).view(values.shape)
+
+
 def check_tensor(name: str, value: Tensor) -> Tensor:
-    """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor."""
+    """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor, in row-major memory."""
     check_layout(name, value)
     _extent({name: value})
-    return value
+    return row_major(value)
 
 
 def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
@@ -102,6 +111,7 @@ def check_layout(name: str, value: Tensor) -> None:
             f"{name} must hold floating-point pixels, got {value.dtype}; "
             f"if they are 0 to 255, use {name}.float() / 255"
         )
+    _check_memory(name, value)
     if value.ndim not in (2, 4):
         raise ValueError(
             f"{name} must have shape (B, C, H, W), or (B, n) for histograms, got {tuple(value.shape)}; "
@@ -111,8 +121,20 @@ def check_layout(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
 
 
+def _check_memory(name: str, value: Tensor) -> None:
+    """Refuse tensors without memory of their own, such as those inside ``torch.func.grad``."""
+    try:
+        value.data_ptr()
+    except RuntimeError as error:
+        raise TypeError(
+            f"{name} is a tensor without memory, as inside torch.vmap, torch.func and torch.compile: call wball "
+            "outside of them, on a batch of images"
+        ) from error
+
+
 def check_images(x: Tensor, box: tuple[float, float] | None, **beside: Tensor) -> Tensor:
-    """Check that the pixels of ``x`` are inside the box, and not negative; clip rounding errors.
+    """Check that the pixels of ``x`` are inside the box, and not negative; clip rounding errors,
+    and bring the images into row-major memory.
 
     8-bit images are divided by 255, unless the box reaches beyond 1. Tensors given ``beside`` them
     must be finite, of their shape and on their device.
@@ -134,7 +156,7 @@ def check_images(x: Tensor, box: tuple[float, float] | None, **beside: Tensor) -
             f"x has pixels from {low:g} to {high:g}, outside {where}; "
             "scale images to the ball's box (normalise inside the model), or give the ball another box"
         )
-    return x.clamp(lo, hi) if low < lo or high > hi else x
+    return row_major(x.clamp(lo, hi) if low < lo or high > hi else x)
 
 
 def check_default_device(device: torch.device) -> None:

@@ -281,13 +281,13 @@ class Attack(ABC):
         x = x.to(result_dtype(x))
         if self.levels is not None:
             check_on_levels(x, self.levels)
-        self.before(model, x, y)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
-        with as_found(model, x.device), torch.inference_mode(False):
+        with torch.inference_mode(False):
             # An inference tensor cannot carry gradients.
             task = Task(model, x.clone(), y.clone(), target)
-            with self._steps(len(task)) as steps:
+            self.before(model, task.x, task.y)
+            with as_found(model, x.device), self._steps(len(task)) as steps:
                 return self._in_batches(task, generator, steps)
 
     def _in_batches(

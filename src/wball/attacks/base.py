@@ -170,7 +170,7 @@ def input_gradient(value: Tensor, z: Tensor) -> Tensor:
     if value.requires_grad:
         with suppress(NotImplementedError):
             (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
-    return torch.zeros_like(z) if gradient is None else gradient
+    return torch.zeros_like(z) if gradient is None else inputs.row_major(gradient)
 
 
 def reported_loss(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:

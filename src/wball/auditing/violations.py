@@ -34,7 +34,7 @@ from torch import Tensor
 from wball.auditing.flows import Array, Index, ListedMoves, Matching, list_moves, match
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
-from wball.inputs import as_pixels, per_image
+from wball.inputs import as_pixels, per_image, row_major
 from wball.plan import StoredPlan
 
 MASS_TOL = 1e-5
@@ -98,7 +98,7 @@ def check_point(z: Tensor, x: Tensor) -> Tensor:
         raise TypeError(f"z must be a floating-point torch.Tensor, got {kind}")
     if z.shape != x.shape:
         raise ValueError(f"z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
-    return z
+    return row_major(z)
 
 
 def half_ulp(z: Tensor) -> float:

@@ -52,7 +52,7 @@ def to_tensors(
         and isinstance(data[0], (Tensor, np.ndarray))
     ):
         images, labels = (
-            [torch.as_tensor(data[0])[:limit].detach()],
+            [_tensor(data[0])[:limit].detach()],
             [_label(data[1])[:limit].detach()],
         )
         labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
@@ -185,9 +185,16 @@ def _pair(item: Any) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
+def _tensor(value: Any) -> Tensor:
+    """A tensor, array or list as a tensor; flipped arrays have negative strides, which torch
+    refuses."""
+    flipped = isinstance(value, np.ndarray) and min(value.strides, default=0) < 0
+    return torch.as_tensor(value.copy() if flipped else value)
+
+
 def _label(value: Any) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return _tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"data has a label {value!r}; they must be class numbers 0, 1, 2, ..."

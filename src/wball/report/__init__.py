@@ -41,7 +41,7 @@ def write_report(
 
     path = Path(path)
     if path.suffix == ".tex":
-        write_whole(path, latex_table(evaluations).encode())
+        write_whole(path, latex_table(evaluations).encode("utf-8", "surrogateescape"))
         return path
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"path must end in .html or .tex, got {path}")

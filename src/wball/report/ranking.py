@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,15 @@ import torch
 from wball.evaluation.exhibit import spread
 from wball.evaluation.requirements import Interval
 from wball.evaluation.result import PLAN, CurvePoint, Evaluation
+from wball.storage.names import printable
 
+TEX = str.maketrans(
+    {c: f"\\{c}" for c in "_&%#${}"}
+    | {c: f"{{{c}}}" for c in "[]*"}  # after a line's end they would be an argument
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+)
+"""How characters that mean something to TeX are written."""
 SHOWN = 6
 """Largest number of radii in the table; the chart and the table of values show all."""
 
@@ -125,7 +132,7 @@ def latex_table(evaluations: Sequence[Evaluation]) -> str:
     radii = [0.0, *shared_radii(evaluations)]
     head = ["model", "clean", *(f"{r:g}" for r in radii[1:])]
     rows = [
-        [re.sub(r"([_&%#$])", r"\\\1", e.name), *(f"{100 * e.accuracy_at(r):.1f}" for r in radii)]
+        [printable(e.name).translate(TEX), *(f"{100 * e.accuracy_at(r):.1f}" for r in radii)]
         for e in evaluations
     ]
     first, *lines = (" & ".join(row) + r" \\" for row in (head, *rows))

@@ -135,7 +135,7 @@ def as_images(values: Tensor) -> Tensor:
     """Images ``(B, C, H, W)`` in at least float32; histograms ``(B, n)`` become ``(B, 1, 1,
     n)``."""
     grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
-    return grid.to(result_dtype(values)).contiguous()  # compiled loops need contiguous memory
+    return inputs.row_major(grid.to(result_dtype(values)))
 
 
 def as_grid(values: Tensor) -> Tensor:

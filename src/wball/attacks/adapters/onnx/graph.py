@@ -62,8 +62,9 @@ class OnnxGraph(nn.Module):
             else:
                 left.append(node)
         self.nodes = left
-        for name in {name for node in left for name in node.inputs} | set(self.outputs):
-            if name in values:
+        read = {name for node in left for name in node.inputs}.union(self.outputs)
+        for name in values:  # in the order of the file, because weights are numbered
+            if name in read:
                 self._keep(name, values[name])
 
     def _keep(self, name: str, value: Tensor) -> None:
