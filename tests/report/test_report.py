@@ -26,7 +26,7 @@ from references import reference_distance
 from wball.evaluation import Evaluation, evaluate
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
-from wball.report.ranking import rank, ranking_csv
+from wball.report.ranking import latex_table, rank, ranking_csv
 from wball.report.transport import plan_moves
 
 pytest.importorskip("jinja2")
@@ -195,6 +195,31 @@ def test_results_as_csv_and_latex(evaluations: list[Evaluation], tmp_path: Path)
     table = evaluations[0].report(tmp_path / "t.tex", *evaluations[1:]).read_text().splitlines()
     assert table[0] == r"\begin{tabular}{l" + "r" * (1 + len(RADII)) + "}" and len(table) == 8
     assert table[4].startswith(f"first & {100 * evaluations[0].clean_accuracy:.1f} & ")
+
+
+def test_latex_takes_every_name_literally(evaluations: list[Evaluation]) -> None:
+    """A name must not run TeX's commands, open files, end the cell or become an argument."""
+
+    def cell(name: str) -> str:
+        settings = evaluations[0].settings
+        model = {**settings["model"], "name": name}
+        renamed = replace(evaluations[0], settings={**settings, "model": model})
+        return latex_table([renamed]).splitlines()[4].split(" & ")[0]
+
+    commands = {
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+        ">": r"\textgreater{}", "|": r"\textbar{}",
+    }  # fmt: skip
+    for char in map(chr, range(32, 127)):
+        escaped = commands.get(char, f"\\{char}" if char in "_&%#${}" else char)
+        escaped = f"{{{char}}}" if char in "[]*" else escaped
+        assert cell(f"a{char}b") == f"a{escaped}b"
+    attack = cell(r"\input{/etc/passwd}\immediate\write18{id} % & \\[9cm]")
+    assert attack == (
+        r"\textbackslash{}input\{/etc/passwd\}\textbackslash{}immediate\textbackslash{}write18\{id\} "
+        r"\% \& \textbackslash{}\textbackslash{}{[}9cm{]}"
+    )
+    assert cell("a\x1b") == r"a\textbackslash{}x1b"  # no terminal escapes in a log of TeX
 
 
 def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn  # type: ignore[assignment]
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries, about their own code
             code = app(args=line, standalone_mode=False, prog_name="wball")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

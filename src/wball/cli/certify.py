@@ -63,7 +63,7 @@ def certify(
     console, radii = open_console(as_json), choices.radii(eps or "")
     threat, where = choices.ball(radii[-1], window), choices.device(device)
     with choices.prints_aside(as_json):
-        made = load_models(models, files, where)
+        made = load_models(models, files, where, seed)
         images = choices.load_images(pictures, where, seed, default_limit=10)
     contents = []
     for (net, name), way in itertools.product(made, method.split(",")):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from wball.cli.models import called, find, said
+from wball.cli.models import called, find, said, seed_all
 from wball.cli.options import ATTACKS, DataChoice
 from wball.storage.names import printable
 
@@ -107,6 +107,7 @@ def load_images(
     limit = default_limit if request.limit is None else request.limit
     if limit is not None and limit < 1:
         raise typer.BadParameter(f"--limit {limit}: expected at least 1")
+    seed_all(seed)
     data, name, classes = _find_data(request, split)
     items = _is_map(data)
     try:

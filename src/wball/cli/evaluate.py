@@ -95,7 +95,7 @@ def evaluate(
     threat, where = choices.ball(given[-1] if given else 1.0, window), choices.device(device)
     searched = replace(choices.attack(attack, threat), target=target)
     with choices.prints_aside(as_json):
-        made = load_models(models, files, where)
+        made = load_models(models, files, where, seed)
         images = choices.load_images(pictures, where, seed, streamed=True)
         if target is not None:
             others = (images.y != target).nonzero().squeeze(1).tolist()

@@ -20,7 +20,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import random
 import sys
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +46,12 @@ OBVIOUS = ("model", "net", "get_model", "load_model", "build_model", "make_model
 
 
 def load_models(
-    given: Sequence[str], how: ModelFiles, where: torch.device
+    given: Sequence[str], how: ModelFiles, where: torch.device, seed: int
 ) -> list[tuple[Model, str]]:
     """Load the models onto a device, in evaluation mode, each with a unique name."""
     made = []
     for spec in given:
-        model, name = load_one(spec, how.architecture)
+        model, name = load_one(spec, seed, how.architecture)
         model = _normalized(model, how.mean, how.std)
         if hasattr(model, "eval") and hasattr(model, "to"):
             model = model.to(where).eval()
@@ -62,10 +64,24 @@ def load_models(
     return [(model, name) for (model, _), name in zip(made, names, strict=True)]
 
 
-def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
+def seed_all(seed: int) -> None:
+    """Seed every source of random numbers that the user's code may draw from, before it runs: the
+    same command must build the same network and the same data."""
+    import numpy as np
+    import torch
+
+    from wball.inputs import check_seed
+
+    random.seed(check_seed(seed))
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (the user's code may use it)
+    torch.manual_seed(seed)
+
+
+def load_one(spec: str, seed: int, architecture: str | None = None) -> tuple[Any, str]:
     """Load the model for a command-line argument. Returns the model and its name."""
     from wball.zoo import list_models, load_model, public_models
 
+    seed_all(seed)
     suffix = Path(spec).suffix.lower()
     if suffix in FILES and ":" not in spec.removeprefix(Path(spec).anchor):
         return _from_file(Path(spec), suffix, architecture), Path(spec).stem
@@ -74,9 +90,10 @@ def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
             f"--architecture is for weights files, but {spec} is not one ({', '.join(FILES)})"
         )
     if suffix == ".py" and ":" not in spec:
-        return _obvious_model(Path(spec)), Path(spec).stem
+        source, found = _obvious_model(Path(spec))
+        return _trained(source, found, seed), Path(spec).stem
     if ":" in spec:
-        return _model_from(spec, find(spec)), spec.rsplit(":", 1)[1]
+        return _trained(spec, find(spec), seed), spec.rsplit(":", 1)[1]
     known = [*list_models(), *public_models()]
     if spec in known:
         return load_model(spec), spec
@@ -88,13 +105,15 @@ def load_one(spec: str, architecture: str | None = None) -> tuple[Any, str]:
     )
 
 
-def own_network(option: str, spec: str) -> nn.Module:
+def own_network(option: str, spec: str, seed: int = 0) -> nn.Module:
     """A network from Python code, ``mine.py`` or ``mine.py:function``, without changes."""
     from torch import nn
 
+    seed_all(seed)
     if Path(spec).suffix != ".py" and ":" not in spec:
         raise typer.BadParameter(f"{option} {spec}: expected mine.py or mine.py:function")
-    made = _obvious_model(Path(spec)) if ":" not in spec else _model_from(spec, find(spec))
+    source, found = _obvious_model(Path(spec)) if ":" not in spec else (spec, find(spec))
+    made = _model_from(source, found)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
         raise typer.BadParameter(f"{option} {spec}: expected a torch.nn.Module, got {kind}")
@@ -179,9 +198,9 @@ def _numbers(option: str, text: str) -> list[float]:
         ) from None
 
 
-def _obvious_model(path: Path) -> Any:
-    """The only model that a Python file defines: an ``nn.Module``, or a function that returns
-    one."""
+def _obvious_model(path: Path) -> tuple[str, Any]:
+    """The only model that a Python file defines, an ``nn.Module`` or a function that returns one,
+    and where it is."""
     from torch import nn
 
     loaded = _imported_file(path, str(path))
@@ -203,7 +222,7 @@ def _obvious_model(path: Path) -> Any:
             else ("no model: expected a torch.nn.Module, or a function that returns one")
         )
         raise typer.BadParameter(f"{path} defines {several}")
-    return _model_from(f"{path}:{found[0]}", own[found[0]])
+    return f"{path}:{found[0]}", own[found[0]]
 
 
 def _model_from(spec: str, value: Any) -> Any:
@@ -216,6 +235,30 @@ def _model_from(spec: str, value: Any) -> Any:
             f"{spec} returned {type(made).__name__}; expected a model, images to logits"
         )
     return made
+
+
+def _trained(spec: str, value: Any, seed: int) -> Any:
+    """The model that a Python object is or returns. Warns if it is a class whose weights are
+    random."""
+    model = _model_from(spec, value)
+    if isinstance(value, type) and hasattr(model, "state_dict"):
+        state = model.state_dict()
+        seed_all(seed + 1)
+        other = _model_from(spec, value).state_dict()
+        if any(not _same(state[name], other.get(name)) for name in state):
+            warnings.warn(
+                f"{spec} is a class whose weights are random, so the model is untrained: give the file of its weights "
+                f"as the model, with --architecture {spec}, or a function that loads them",
+                stacklevel=2,
+            )
+    return model
+
+
+def _same(one: Any, other: Any) -> bool:
+    import torch
+
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return not both or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def find(spec: str) -> Any:

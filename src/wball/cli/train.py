@@ -111,9 +111,9 @@ def train(
         )
     config = find(preset, seed=seed)
     config = config if data is None else replace(config, dataset=OWN)
-    network = None if model is None else own_network("--model", model)
+    network = None if model is None else own_network("--model", model, seed)
     config = config if model is None else replace(config, architecture=OWN)
-    guide = None if teacher is None else load_one(teacher)[0]
+    guide = None if teacher is None else load_one(teacher, seed)[0]
     given = [choices.setting(c) for c in change or []]
     options_given = (("epochs", epochs), ("batch_size", batch_size), ("name", name))
     given += [(path, value) for path, value in options_given if value is not None]
@@ -128,10 +128,10 @@ def train(
             read = partial(
                 options.DataChoice, data_dir=data_dir, resize=resize, crop=crop, grey=grey
             )
-            images = choices.load_images(read(data), here, split="train")
+            images = choices.load_images(read(data), here, seed, split="train")
             x, y = images.x, images.y
             if test_data is not None:
-                measured = choices.load_images(read(test_data), here)
+                measured = choices.load_images(read(test_data), here, seed)
                 _same_classes(images, measured)
                 tests = measured.x, measured.y
 

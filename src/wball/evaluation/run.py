@@ -179,7 +179,12 @@ def evaluate(
         "provenance": provenance.collect(ball, images.first, command),
         "names": sources,
     }
-    with result_folder(out) as folder, team() as (rank, world, meet), locked(folder, rank):
+    with (
+        torch.inference_mode(False),  # attacks need gradients
+        result_folder(out) as folder,
+        team() as (rank, world, meet),
+        locked(folder, rank),
+    ):
         if rank == 0:
             if overwrite:
                 clear(folder)

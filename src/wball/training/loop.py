@@ -67,12 +67,14 @@ class TrainResult:
     card: dict[str, Any]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train(
     config: TrainConfig,
     data: Any,
     test: Any = None,
     *,
-    model: nn.Module | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
     init: str | os.PathLike[str] | None = None,
     teacher: nn.Module | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -93,7 +95,8 @@ def train(
         data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader``. It is read
             once and kept on the device in the model's precision.
         test: test images and labels; without them nothing is measured.
-        model: the network to train, in place (default: a fresh ``config.architecture``, seeded).
+        model: the network to train, in place, or a function that builds it, which is called with
+            ``config.seed`` set (default: a fresh ``config.architecture``, seeded).
         init: file of weights to fine-tune; any file that :func:`wball.load_weights` reads.
         teacher: a trained network for soft labels (``config.loss.teacher``).
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the
@@ -120,16 +123,16 @@ def train(
         x, y = to_tensors(data, device=device)
         tests = None if test is None else to_tensors(test, device=device)
 
-    options, model = config.optimisation, _start(config, model, init, device)
-    x = _fitting("data", model, x, y)
-    tests = None if tests is None else (_fitting("test", model, *tests), tests[1])
+    options, network = config.optimisation, _start(config, model, init, device)
+    x = _fitting("data", network, x, y)
+    tests = None if tests is None else (_fitting("test", network, *tests), tests[1])
     if world.size > 1 and device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    run = _Run(config, model, len(x), folder, world, checkpoint_every, time_limit)
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    run = _Run(config, network, len(x), folder, world, checkpoint_every, time_limit)
     average, optimizer, radii = run.average, run.optimizer, run.radii
-    objective: nn.Module = Objective(model, config, x)
+    objective: nn.Module = Objective(network, config, x)
     if world.size > 1:
-        objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
+        objective = DistributedDataParallel(objective, find_unused_parameters=_idle(network, x))
     if (teacher is None) != (config.loss.teacher == 0):
         raise ValueError(
             f"loss.teacher is {config.loss.teacher:g}, and teacher is "
@@ -137,7 +140,7 @@ def train(
         )
     guide, opponent = None if teacher is None else Teacher(teacher, config, x, y), None
     if config.adversary is not None:
-        opponent = Opponent(config.adversary, options, model, config.seed)
+        opponent = Opponent(config.adversary, options, network, config.seed)
     augmentations, per_epoch = _augmentations(config), run.per_epoch
     # An attack that drops broken images changes the batch size, and each size is benchmarked anew.
     drops = config.adversary is not None and getattr(config.adversary.attack, "until_success", True)
@@ -153,7 +156,7 @@ def train(
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(
                 device
             )
-            model.train()
+            network.train()
             for batch in range(first, per_epoch):
                 elapsed = run.progress()
                 for group in optimizer.param_groups:
@@ -186,7 +189,7 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 if options.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+                    nn.utils.clip_grad_norm_(network.parameters(), options.clip)
                 optimizer.step()
                 average.update()
 
@@ -206,7 +209,7 @@ def train(
             stacklevel=2,
         )
     average.model.eval()
-    for mine, theirs in zip(average.model.parameters(), model.parameters(), strict=True):
+    for mine, theirs in zip(average.model.parameters(), network.parameters(), strict=True):
         mine.requires_grad_(theirs.requires_grad)  # so that averages can be trained further
     card = run.card()
     if folder is not None and world.main:
@@ -483,19 +486,21 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
 
 def _start(
     config: TrainConfig,
-    model: nn.Module | None,
+    model: nn.Module | Callable[[], nn.Module] | None,
     init: str | os.PathLike[str] | None,
     device: torch.device,
 ) -> nn.Module:
-    """The initial network of the training."""
+    """The initial network of the training. What builds one draws from a seeded generator."""
     if model is None and config.architecture == OWN:
         raise ValueError(
             f'model is missing: config.architecture is "{OWN}", so the network must be passed to train'
         )
-    if model is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if model is None:
             model = build_model(config.architecture)
+        elif callable(model) and not isinstance(model, nn.Module):
+            model = model()
     if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
         raise TypeError(f"model must be a torch.nn.Module with parameters to train, got {model!r}")
     if init is not None:

@@ -121,6 +121,18 @@ def classifier(nodes: list[Any], shape: list[Any], weights: dict[str, Any], opse
     return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", opset)])
 
 
+def test_weights_keep_the_order_of_the_file() -> None:
+    """They are numbered in it. With the order of a set, the checksum of the model changed with
+    every process, and no evaluation of it could be resumed."""
+    count = 30
+    weights = {f"w{k}": np.full(1, 1.0 + k, np.float32) for k in range(count)}
+    nodes = [helper.make_node("Flatten", ["x"], ["h0"], axis=1)]
+    for k in range(count):  # the last weight is used first
+        nodes.append(helper.make_node("Add", [f"h{k}", f"w{count - 1 - k}"], [f"h{k + 1}"]))
+    model = OnnxModel(classifier(nodes, ["n", 1, 2, 2], weights))
+    assert [p.item() for p in model.parameters()] == [1.0 + k for k in range(count)]
+
+
 @pytest.mark.parametrize("trailing", [False, True])
 def test_a_softmax_at_the_end_is_left_out(images: Tensor, tmp_path: Path, trailing: bool) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Softmax(1))
