@@ -266,6 +266,11 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def want_gradient(*tensors: Tensor) -> bool:
+    """Whether the gradient in one of the inputs of a call is recorded."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def result_dtype(x: Tensor) -> torch.dtype:
     """The images' dtype, but at least float32: half precision cannot keep the mass to 1e-5."""
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32

@@ -62,6 +62,22 @@ class _Solved(Summarised):
         return torch.tensor([status in good for status in self.status], dtype=torch.bool)
 
 
+@dataclass(frozen=True)
+class Duals:
+    """Dual variables. Those of a projection start another one warm: ``init=result.duals``.
+
+    ``beta`` is the column potential (of a projection in image units, ``z = clip(w - beta)``),
+    ``psi`` the price of cost.
+    """
+
+    beta: Tensor
+    psi: Tensor
+
+    def take(self, index: Tensor | slice) -> Duals:
+        """The duals of a subset of the images."""
+        return Duals(self.beta[index], self.psi[index])
+
+
 @dataclass(frozen=True, repr=False)
 class SupportResult(_Solved):
     """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver
@@ -73,6 +89,7 @@ class SupportResult(_Solved):
         upper: a sound upper bound of the maximum, per image.
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
+        duals: column potential and price of cost.
         write: makes the plan (``None`` without one), which written out has the window's size times
             that of the images.
         kernel: which implementations computed it, joined by ``+``.
@@ -83,6 +100,7 @@ class SupportResult(_Solved):
     upper: Tensor
     status: tuple[Status, ...]
     n_iter: Tensor
+    duals: Duals | None = None
     write: Callable[[], StoredPlan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
 
@@ -90,22 +108,6 @@ class SupportResult(_Solved):
     def gap(self) -> Tensor:
         """``upper - value``, per image: the largest possible distance from the optimum."""
         return self.upper - self.value
-
-
-@dataclass(frozen=True)
-class Duals:
-    """Dual variables of a projection, for a warm start: ``init=result.duals``.
-
-    ``beta`` is the column potential in image units (``z = clip(w - beta)``), ``psi`` the price of
-    cost.
-    """
-
-    beta: Tensor
-    psi: Tensor
-
-    def take(self, index: Tensor | slice) -> Duals:
-        """The duals of a subset of the images."""
-        return Duals(self.beta[index], self.psi[index])
 
 
 @dataclass(frozen=True, repr=False)

@@ -70,7 +70,8 @@ class Matching(NamedTuple):
         more: upper bound of how much of that another flow could match.
         arcs: the moves between entries with mass, as positions in the list of moves.
         flow: mass on each of these arcs.
-        row_prices: dual prices of the entries of the first histogram with mass.
+        rows: the entries of the first histogram with mass.
+        row_prices: their dual prices.
         column_prices: those of the second. ``row + column <= cost`` on every arc, up to rounding.
     """
 
@@ -79,6 +80,7 @@ class Matching(NamedTuple):
     more: float
     arcs: Index
     flow: Array
+    rows: Index
     row_prices: Array
     column_prices: Array
 
@@ -119,7 +121,8 @@ def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
 def no_flow(cost: float) -> Matching:
     """A matching without moves and with the given cost: 0, or inf if the solver fails."""
     empty = np.zeros(0)
-    return Matching(cost, 0.0, 0.0, np.zeros(0, np.int64), empty, empty, empty)
+    none = np.zeros(0, np.int64)
+    return Matching(cost, 0.0, 0.0, none, empty, none, empty, empty)
 
 
 def match_at(moves: ListedMoves, a: Array, b: Array, unmatched: float) -> Matching | None:
@@ -147,7 +150,7 @@ def match_at(moves: ListedMoves, a: Array, b: Array, unmatched: float) -> Matchi
     matched, missing = flow[: len(arcs)], float(flow[len(arcs) : -1].sum()) / 2
     more = 0.0 if missing <= LOST * mass else _cut(net, flow, len(arcs), LOST * mass / len(flow))
     cost = float(matched @ moves.price[arcs])
-    return Matching(cost, missing, more, arcs, matched, u[:-1], v[:-1])
+    return Matching(cost, missing, more, arcs, matched, rows, u[:-1], v[:-1])
 
 
 def _cut(net: _Network, flow: Array, count: int, negligible: float) -> float:

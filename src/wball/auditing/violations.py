@@ -190,16 +190,22 @@ def all_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
     return list_moves(cost, height, width)
 
 
-def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Array) -> float:
+def transport_cost(
+    matched: Callable[[Array, Array], Matching],
+    x: Array,
+    z: Array,
+    keep: dict[int, Matching] | None = None,
+) -> float:
     """Least cost of turning ``x`` into ``z``, both ``(C, H, W)``, in mass units.
 
-    It is infinite if this is impossible. ``matched`` solves the transport problem of a channel.
+    It is infinite if this is impossible. ``matched`` solves the transport problem of a channel, and
+    ``keep`` gets its answers by the number of the channel.
     """
     if float(z.min()) < -BOX_TOL:
         return math.inf
-    mass, missing, pairs = float(x.sum()), 0.0, []
+    mass, missing, pairs, channels = float(x.sum()), 0.0, [], []
     ends = np.maximum(z, 0.0).reshape(len(z), -1)
-    for start, end in zip(x.reshape(len(x), -1), ends, strict=True):
+    for channel, (start, end) in enumerate(zip(x.reshape(len(x), -1), ends, strict=True)):
         if np.array_equal(start, end):
             continue  # staying is free
         before, after = float(start.sum()), float(end.sum())
@@ -208,6 +214,7 @@ def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Arr
             return math.inf
         if before > 0 and after > 0:
             pairs.append((start, end))
+            channels.append(channel)
         else:
             missing += before + after
     if len(pairs) > 1 and pairs[0][0].size > LARGE:
@@ -215,6 +222,8 @@ def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Arr
             found = list(pool.map(lambda pair: matched(*pair), pairs))
     else:
         found = [matched(*pair) for pair in pairs]
+    if keep is not None:
+        keep.update(zip(channels, found, strict=True))
     missing += sum(one.missing for one in found)
     return sum(one.cost for one in found) if missing <= MASS_TOL * mass else math.inf
 

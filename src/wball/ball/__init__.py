@@ -11,7 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -28,12 +28,17 @@ from wball.auditing.violations import (
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.display import Summarised
 from wball.input_sets import InputSet, IntervalSet, Plans, TransportSet
-from wball.inputs import dot, largest, per_image, result_dtype
+from wball.inputs import dot, largest, per_image, result_dtype, want_gradient
 from wball.kernels import dispatch
 from wball.paper import clamped
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
-from wball.solvers.distance import distance
+from wball.solvers.distance import Potentials, distance
+from wball.solvers.gradients import (
+    attached,
+    differentiable_projection,
+    differentiable_support,
+)
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, TransportOracle
 from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, masses
 from wball.solvers.projection import project
@@ -272,9 +277,14 @@ class WassersteinBall(Ball):
         max_iter: int = 1000,
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
-        """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        problem = self.problem(inputs.check_images(x, self.box, g=g))
-        return support(problem, g, Effort(reg, tol, max_iter, time_limit))
+        """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`. Its value is
+        differentiable in ``x`` and ``g``; see :mod:`wball.solvers.gradients`."""
+        x = inputs.check_images(x, self.box, g=g)
+        problem, effort = self.problem(x), Effort(reg, tol, max_iter, time_limit)
+        if not want_gradient(x, g):
+            return support(problem, g, effort)
+        effort = effort.checked().for_gradients(problem.x)
+        return differentiable_support(support(problem, g, effort), problem, x, g, effort)
 
     def project(
         self,
@@ -288,7 +298,8 @@ class WassersteinBall(Ball):
         mode: Literal["exact", "paper"] = "exact",
         time_limit: float = TIME_LIMIT,
     ) -> ProjectionResult:
-        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`.
+        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`. It
+        is differentiable in ``x`` and ``w``; see :mod:`wball.solvers.gradients`.
 
         ``mode="paper"`` is the original procedure: at most ``max_iter`` iterations of
         :func:`wball.paper.projected_sinkhorn`, then a clamp, which destroys mass. Its points are in
@@ -297,16 +308,46 @@ class WassersteinBall(Ball):
         inputs.check_choice("mode", mode, ("exact", "paper"))
         w = inputs.as_pixels(w)
         duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
-        problem = self.problem(inputs.check_images(x, self.box, w=w, **duals))
+        x = inputs.check_images(x, self.box, w=w, **duals)
         if mode == "paper":
             return clamped(x, w, self, reg, max_iter, tol)
-        return project(problem, w, Effort(reg, tol, max_iter, time_limit), init)
+        problem, effort = self.problem(x), Effort(reg, tol, max_iter, time_limit)
+        if not want_gradient(x, w):
+            return project(problem, w, effort, init)
+        effort = effort.checked().for_gradients(problem.x)
+        result = project(problem, w, effort, init)
+        return differentiable_projection(result, problem, x, w, effort)
 
-    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
+    @overload
+    def distance(
+        self, x: Tensor, z: Tensor, *, plans: Plans = ..., potentials: Literal[False] = ...
+    ) -> Tensor: ...
+
+    @overload
+    def distance(
+        self, x: Tensor, z: Tensor, *, plans: Plans = ..., potentials: Literal[True]
+    ) -> tuple[Tensor, Potentials]: ...
+
+    def distance(
+        self, x: Tensor, z: Tensor, *, plans: Plans = "window", potentials: bool = False
+    ) -> Tensor | tuple[Tensor, Potentials]:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
-        :mod:`wball.solvers.distance`."""
-        x = inputs.check_images(x, self.box).detach()
-        return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
+        :mod:`wball.solvers.distance`.
+
+        It is differentiable in ``x`` and ``z``. With ``potentials``, the dual potentials are
+        returned as well, whose sum over the mass is the distance: ``<rows, x> + <columns, z>``.
+        """
+        x, relative = inputs.check_images(x, self.box), self.mass == "relative"
+        found, prices = distance(self.cost, x, z, relative=relative, plans=plans)
+        if want_gradient(x, z):
+            shared = found / masses(x.detach()).clamp(min=1e-300) if relative else 0.0 * found
+
+            def pull(gradient: Tensor) -> tuple[Tensor, Tensor]:
+                scale = per_image(gradient, x)
+                return scale * (prices.rows - per_image(shared, x)), scale * prices.columns
+
+            found = attached(found, pull, x, z)
+        return (found, prices) if potentials else found
 
     def violations(
         self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
@@ -394,7 +435,7 @@ class LinfBall(Ball):
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value of each pixel. For half precision they are in float32, which
         does not round them out of the ball."""
-        x = inputs.check_images(x, self.box).detach()
+        x = inputs.check_images(x, self.box)
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
         eps = per_image(torch.as_tensor(self.eps, dtype=x.dtype, device=x.device), x)
@@ -406,18 +447,17 @@ class LinfBall(Ball):
         is ignored."""
         x = inputs.as_pixels(x)
         low, high = self.bounds(x)
-        g = inputs.check_like("g", g, x).detach()
-        point = torch.where(
-            g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
-        )
+        g = inputs.check_like("g", g, x)
+        point = torch.where(g > 0, high, torch.where(g < 0, low, x.to(low).clamp(low, high)))
         value = dot(g.double(), point.double())
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
+        upper = value.detach().clone()
+        return SupportResult(point, value, upper, (Status.EXACT,) * x.shape[0], n_iter)
 
     def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
         """The nearest point: clip every pixel to its interval. ``reg`` is ignored."""
         low, high = self.bounds(x)
-        w = inputs.check_like("w", inputs.as_pixels(w), x).detach()
+        w = inputs.check_like("w", inputs.as_pixels(w), x)
         point = torch.minimum(torch.maximum(w, low), high).to(low)
         objective = 0.5 * (w.double() - point.double()).flatten(1).square().sum(1)
         zero = torch.zeros_like(objective)
@@ -439,7 +479,7 @@ class LinfBall(Ball):
         x = inputs.check_images(x, self.box)
         z = check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
-        change = _largest_change(x, z)
+        change = _largest_change(x, z).detach()
         return Violations(
             mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
             box_violation=box_violation(z, self.box or (-math.inf, math.inf)).to(x.device),
@@ -463,4 +503,4 @@ class LinfBall(Ball):
 
 def _largest_change(x: Tensor, z: Tensor) -> Tensor:
     """The largest change of a pixel, per image, in float64."""
-    return largest(z.detach().to(x.device, torch.float64) - x.detach())
+    return largest(z.to(x.device, torch.float64) - x)

@@ -14,13 +14,18 @@ moves between pixels with mass. :mod:`wball.auditing.violations` says how roundi
 ``i -> j -> k``, and is removed first. This is *not* exact inside a window, which may forbid
 ``i -> k``, nor for p > 1. The problem is first solved on short moves. Moves that the dual prices
 violate are added until there are none: the optimum is then that of all moves.
+
+*Potentials* ``a`` and ``b`` solve the dual problem: ``a_i + b_j <= C_ij``, and their sum over the
+mass is the distance. They are a subgradient of it; for ``p = 1`` and full plans ``-b = a`` is the
+1-Lipschitz function of Kantorovich and Rubinstein. ``z`` is scaled to the mass of ``x``, so ``b``
+is shifted such that scaling ``z`` changes nothing: ``<b, z> = 0`` in each channel.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +35,20 @@ from wball import inputs
 from wball.auditing.flows import Array, ListedMoves, Matching, match_at, no_flow
 from wball.auditing.violations import all_moves, match_channel, over, to_planes, transport_cost
 from wball.cost import GridCost, GroundCost
+from wball.inputs import per_image
 
 FIRST_REACH = 3.7
 """Pixels that the first moves of a full plan reach: two moves in a 5 x 5 window."""
 PRICE_TOL = 1e-10
 """By how much dual prices may exceed the cost of a move, as a fraction of the largest cost."""
+
+
+class Potentials(NamedTuple):
+    """Dual potentials of the distance, images like ``x``: ``<rows, x> + <columns, z>`` is the
+    distance, in its unit."""
+
+    rows: Tensor
+    columns: Tensor
 
 
 def distance(
@@ -44,8 +58,9 @@ def distance(
     *,
     relative: bool = True,
     plans: Literal["window", "full"] = "window",
-) -> Tensor:
-    """Transport distance from ``x`` to ``z`` per image, float64 on ``x``'s device.
+) -> tuple[Tensor, Potentials]:
+    """Transport distance from ``x`` to ``z`` per image, and its potentials, float64 on ``x``'s
+    device.
 
     Args:
         cost: ground cost.
@@ -59,7 +74,7 @@ def distance(
     An all-black image is at distance 0 from itself and infinitely far from all others.
 
     >>> x = torch.zeros(1, 1, 1, 5, dtype=torch.float64); x[..., 1] = 0.5
-    >>> distance(GridCost(), x, x.roll(2, 3))
+    >>> distance(GridCost(), x, x.roll(2, 3))[0]
     tensor([2.], dtype=torch.float64)
     """
     if plans not in ("window", "full"):
@@ -69,15 +84,40 @@ def distance(
     height, width = (int(side) for side in start.shape[2:])
     if plans == "full":
         cost = cost.full(height, width)
+    moves = all_moves(cost, height, width)
     if isinstance(cost, GridCost) and cost.covers(height, width):
         matched = partial(_match_all, cost.p, width)
     else:
-        matched = partial(match_channel, all_moves(cost, height, width))
-    pairs = zip(start.numpy(), end.numpy(), strict=True)
-    costs = [transport_cost(matched, *pair) for pair in pairs]
-    total = torch.tensor(costs, dtype=torch.float64)
+        matched = partial(match_channel, moves)
+    total = torch.zeros(len(x), dtype=torch.float64)
+    rows, columns = torch.zeros_like(start), torch.zeros_like(end)
+    for k, (a, b) in enumerate(zip(start.numpy(), end.numpy(), strict=True)):
+        found: dict[int, Matching] = {}
+        total[k] = transport_cost(matched, a, b, found)
+        for channel, one in found.items():
+            prices = _everywhere(moves, a[channel].ravel(), b[channel].ravel(), one)
+            for whole, part in zip((rows, columns), prices, strict=True):
+                whole[k, channel] = torch.from_numpy(part).view(height, width)
     mass = start.flatten(1).sum(1)
-    return over(total, mass if relative else torch.ones_like(mass)).to(x.device)
+    unit = mass if relative else torch.ones_like(mass)
+    scale = per_image(unit.clamp(min=1e-300), start)
+    prices = Potentials(*((part / scale).view(x.shape).to(x.device) for part in (rows, columns)))
+    return over(total, unit).to(x.device), prices
+
+
+def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tuple[Array, Array]:
+    """Potentials of all pixels: the largest ones that the prices of pixels with mass permit, 0
+    where no move permits any mass."""
+    rows = np.full(len(a), -math.inf)
+    rows[found.rows] = found.row_prices
+    columns = np.full(len(b), math.inf)
+    np.minimum.at(columns, moves.target, moves.price - rows[moves.source])
+    columns = np.where(np.isfinite(columns), columns, math.inf)
+    rows = np.full(len(a), math.inf)
+    np.minimum.at(rows, moves.source, moves.price - columns[moves.target])
+    rows, columns = (np.where(np.isfinite(part), part, 0.0) for part in (rows, columns))
+    shift = float(columns @ b) / max(float(b.sum()), 1e-300)
+    return rows + shift, columns - shift
 
 
 def _match_all(p: float, width: int, a: Array, b: Array) -> Matching:

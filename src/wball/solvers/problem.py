@@ -34,6 +34,9 @@ the flows of a pixel may be much larger than the pixel itself."""
 TIME_LIMIT = 20.0
 """Default time limit of solvers per image in seconds; a digit takes a millisecond."""
 
+PRECISE = 1e-10
+"""Tolerance at which tight moves are told from others, and finite differences agree."""
+
 MAX_ARC_ENTRIES = {"cpu": 4_000_000, "cuda": 40_000_000}
 """Largest number of moves held at once, by device: 8 bytes each, in a few tensors."""
 
@@ -233,6 +236,10 @@ class Effort(NamedTuple):
     def exact(self) -> bool:
         """Whether there is no entropy."""
         return math.isinf(self.reg)
+
+    def for_gradients(self, x: Tensor) -> Effort:
+        """The effort that gradients need: in float64, a point without visible errors."""
+        return self._replace(tol=min(self.tol, PRECISE)) if x.dtype == torch.float64 else self
 
     def checked(self) -> Effort:
         """The same settings, after validation."""

@@ -32,7 +32,7 @@ from wball.inputs import dot, dot_and_size, largest, per_image
 from wball.kernels.column_problem import Best, Deadline, LinearColumns, Problem, Tolerance
 from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import proximal_newton
-from wball.result import SupportResult
+from wball.result import Duals, SupportResult
 from wball.solvers.problem import (
     Effort,
     PackedFlow,
@@ -107,7 +107,9 @@ def _solved(
         allowed = torch.add(tol * allowed, heft + weight, alpha=rounding)
         done = done & (upper - value <= allowed + 1e-300)
     status = statuses(done, lambda: n_iter < effort.max_iter, deadline.late)
-    return SupportResult(point, value, upper, status, n_iter, kernel=kernel), packed(best.flow)
+    duals = Duals((per_image(size, best.u) * best.u).reshape(x.shape), size * best.psi)
+    result = SupportResult(point, value, upper, status, n_iter, duals, kernel=kernel)
+    return result, packed(best.flow)
 
 
 def _bound_single(problem: Problem, best: Best) -> None:
