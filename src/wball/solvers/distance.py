@@ -101,8 +101,8 @@ def distance(
     mass = start.flatten(1).sum(1)
     unit = mass if relative else torch.ones_like(mass)
     scale = per_image(unit.clamp(min=1e-300), start)
-    prices = Potentials(*((part / scale).view(x.shape).to(x.device) for part in (rows, columns)))
-    return over(total, unit).to(x.device), prices
+    parts = ((part / scale).view(x.shape).to(x.device) for part in (rows, columns))
+    return over(total, unit).to(x.device), Potentials(*parts)
 
 
 def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tuple[Array, Array]:
