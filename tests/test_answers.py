@@ -140,6 +140,9 @@ def test_channels_that_do_not_fit() -> None:
     for net, channels in ((grey, 1), (colour, 3)):
         with pytest.raises(ValueError, match=r"but with channels first: x.permute\(0, 3, 1, 2\)"):
             wball.evaluate(net, torch.rand(3, 6, 6, channels), y, BALL)
+    last = nn.Sequential(nn.Linear(3, 2), nn.Flatten(), nn.Linear(72, 4))
+    with pytest.raises(ValueError, match=r"wrap it, lambda x: model\(x.permute\(0, 2, 3, 1\)\)"):
+        wball.evaluate(last, torch.rand(3, 3, 6, 6), y, BALL)
     with pytest.raises(ValueError, match=r"images of shape \(1, 7, 7\): "):
         wball.evaluate(grey, torch.rand(3, 1, 7, 7), y, BALL)
 

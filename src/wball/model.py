@@ -147,6 +147,26 @@ def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
         )
 
 
+def other_images(model: Model, x: Tensor) -> str:
+    """The images that a model accepts instead of ``x``, which it does not take, and what to do."""
+    if x.ndim != 4:
+        return ""
+    tried = {
+        "one image at a time: export it with a dynamic batch axis": x[:1],
+        "with channels first: x.permute(0, 3, 1, 2)": x.movedim(-1, 1),
+        "with channels last: wrap it, lambda x: model(x.permute(0, 2, 3, 1))": x.movedim(1, -1),
+        "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x.mean(1, keepdim=True),
+        "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[
+            :, [0, 0, 0]
+        ],
+    }
+    for remedy, images in tried.items():
+        with suppress(Exception):  # whatever the model raises
+            ask(model, images)
+            return f", but {remedy}"
+    return ""
+
+
 def with_modes(model: Model) -> list[nn.Module]:
     """The model's modules that have a training mode: those of a frozen script have none."""
     return (

@@ -153,10 +153,17 @@ def test_evaluate_writes_results_examples_and_a_report(
     assert tensors["adversarial"].shape == tensors["original"].shape
     # the same command again reads the result back
     before = (here / "o" / "results.json").stat().st_mtime_ns
-    code, out, _ = said(capsys, *HALVES, "--json")
+    code, out, err = said(capsys, *HALVES, "--json")
     assert code == 0 and (here / "o" / "results.json").stat().st_mtime_ns == before
+    assert "images x radii" not in err  # nothing was left to do
     (content,) = json.loads(out)
     assert content["model"] == "halves" and content["curve"][0]["accuracy"] == 1.0
+
+
+def test_json_leaves_progress_on_stderr(here: Path, capsys: Capture) -> None:
+    code, out, err = said(capsys, *HALVES, "--json")
+    assert code == 0 and json.loads(out)[0]["model"] == "halves"
+    assert "halves, eps 0.3" in err and "100 % of images x radii" in err
 
 
 def test_a_target_is_the_only_success(here: Path, capsys: Capture) -> None:
@@ -180,6 +187,8 @@ def test_several_models_and_a_report_of_their_results(here: Path, capsys: Captur
     assert code == 0 and "r.html" in out and "(paired test, p =" in out
     assert (here / "f" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert (here / "f" / "examples-halves.png").exists()
+    assert said(capsys, "report", "two/halves", "--figures", "g")[0] == 0
+    assert (here / "g" / "accuracy.pdf").exists() and not (here / "report.html").exists()
 
 
 def test_models_are_files(here: Path, capsys: Capture) -> None:

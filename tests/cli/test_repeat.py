@@ -141,8 +141,10 @@ def test_a_seed_decides_a_network_of_your_own(
 
     def built(seed: int) -> list[torch.Tensor]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a class without trained weights
-            nets = [load_one(f"mine.py:{name}", seed)[0] for name in ("net", "model", "Random")]
+            warnings.simplefilter("error")
+            nets = [load_one(f"mine.py:{name}", seed)[0] for name in ("net", "model")]
+        with pytest.warns(UserWarning, match="mine.py:Random is a class whose weights are random"):
+            nets.append(load_one("mine.py:Random", seed)[0])
         nets.append(own_network("--model", "mine.py:net", seed))
         return [torch.cat([*(p.flatten() for p in net.parameters()), net.turn]) for net in nets]
 

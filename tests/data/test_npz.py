@@ -25,6 +25,21 @@ def test_items_are_those_of_the_arrays(tmp_path: Path, save: object) -> None:
     assert len(data) == 9 and labels.tolist() == [8, 0, 3]
 
 
+@pytest.mark.parametrize("shape", [(-1, 4, 4, 1), (3, -4, 4, 1)])
+def test_a_negative_size_is_named(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Such a header is damaged; a negative number of bytes to read would read them all."""
+    np.savez(tmp_path / "a.npz", y=np.arange(3))
+    with (
+        zipfile.ZipFile(tmp_path / "a.npz", "a") as archive,
+        archive.open("x.npy", "w") as file,
+    ):
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(bytes(48))
+    with pytest.raises(ValueError, match=r"a.npz is not a complete .npz file.*shape \("):
+        NpzFile(tmp_path / "a.npz")
+
+
 def test_a_file_that_unpacks_to_gigabytes_is_read_in_little_memory(tmp_path: Path) -> None:
     """1 MB of compressed zeros: 3 GB in memory."""
     with zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_DEFLATED) as archive:

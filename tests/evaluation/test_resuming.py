@@ -42,6 +42,27 @@ class Fragile(nn.Module):
         return self.model(x)
 
 
+def test_folders_in_the_place_of_files(tmp_path: Path) -> None:
+    """One among the batches is removed, as a damaged batch is; one where the result is written is
+    refused before the work, not after it."""
+    model, x, y = problem()
+    out = tmp_path / "a"
+    with contextlib.suppress(Dies):
+        evaluate(Fragile(model, 60), x, y, BALL, RADII, attack(), out=out, batch_size=3)
+    assert not (out / "results.json").exists() and len(list(out.glob("batches/batch-*"))) > 1
+    first = out / "batches" / "batch-00000.safetensors"
+    first.unlink()
+    (first / "inside").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="batch-00000.safetensors is a folder"):
+        result = evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=out, batch_size=3)
+    expected = evaluate(model, x, y, BALL, RADII, attack(), batch_size=3)
+    assert torch.equal(result.images["distance"], expected.images["distance"])
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(IsADirectoryError, match=f"{name} is a folder, where a file is written"):
+            evaluate(Fragile(model, 10), x, y, BALL, RADII, attack(), out=tmp_path / name)
+
+
 def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
     model, x, y = problem()
     start = attack(random_start=2.0)

@@ -16,7 +16,7 @@ import torch
 import wball
 from evaluation.linear import BALL, RADII, attack, measure, problem
 from wball.evaluation import Evaluation, OtherSettings, evaluate, load_evaluation
-from wball.report.figures import save_figures
+from wball.report.figures import examples_figure, save_figures
 from wball.storage.files import Log
 
 
@@ -101,6 +101,15 @@ def test_exhibit_shows_every_radius() -> None:
         assert result.baseline["random"][k] >= result.accuracy_at(eps)
         report = wball.audit(BALL.at(eps), x[shown["explorer_index"]], shown["explorer"][:, k])
         assert report.all_valid
+
+
+def test_a_figure_of_examples_has_examples() -> None:
+    pytest.importorskip("matplotlib")
+    model, x, y = problem(4)
+    none = evaluate(model, x, y, BALL, 1e-6, attack())
+    assert len(none.examples["index"]) == 0
+    with pytest.raises(ValueError, match="no examples that are images"):
+        examples_figure(none)
 
 
 def test_figures_show_names_as_they_are_and_do_not_replace_each_other(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_what_does_not_fit_the_model_is_found_before_training() -> None:
         ((x, y), (x, y + 1), "test has labels"),
         ((x, y), (x[..., 2:], y), r"\(1, 14, 12\), as in test"),
         ((x, y), (x[:0], y[:0]), "test has no images"),
-        ((x.permute(0, 2, 3, 1), y), None, r"\(14, 14, 1\), as in data.*channels come first"),
+        ((x.permute(0, 2, 3, 1), y), None, r"\(14, 14, 1\), as in data, but with channels first"),
     ]:
         with pytest.raises(ValueError, match=message):
             train(config, data, test, model=small_model(), on_epoch=seen.append)
@@ -343,6 +343,16 @@ MODEL, (X, Y) = small_model(), small_data(4)
 def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError, NotADirectoryError), match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["small.safetensors", "small.json", "checkpoint.safetensors"])
+def test_a_folder_in_the_place_of_a_file_is_found_before_training(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError, match=f"{name} is a folder, where a file is written"):
+        train(small_config(), small_data(), model=small_model(), out=tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def evaluate(
                 classes=images.classes,
                 names=images.sources,
                 overwrite=overwrite,
-                progress=not as_json,
+                progress=True,
             )
         results.append(result)
         console.print(result.table())

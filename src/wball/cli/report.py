@@ -30,7 +30,9 @@ def report(
     ] = False,
     figures: Annotated[
         Path | None,
-        typer.Option("--figures", metavar="DIR", help="also draw figures for papers"),
+        typer.Option(
+            "--figures", metavar="DIR", help="draw figures for papers (a report only with --out)"
+        ),
     ] = None,
     kind: Annotated[
         str,
@@ -66,7 +68,8 @@ def report(
         out, code = folder / "report.html", exit_code(results, [])
     else:
         results = [load_evaluation(folder) for folder in folders]
-    written.append(write_report(results, out or Path("report.html")))
+    if out is not None or figures is None:
+        written.append(write_report(results, out or Path("report.html")))
     for one, other in itertools.pairwise(results):
         with suppress(ValueError):  # other images or radii
             console.print(printable(str(one.compare(other, one.radii[len(one.radii) // 2]))))

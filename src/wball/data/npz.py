@@ -93,6 +93,8 @@ def _open(stream: Any) -> _Array:
     if version != (1, 0):
         header = np.lib.format.read_array_header_2_0
     shape, fortran, dtype = header(stream)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"an array has the shape {shape}")
     if fortran or dtype.hasobject:
         raise ValueError("save arrays of numbers in C order: numpy.ascontiguousarray")
     return _Array(stream, stream.tell(), shape, dtype)

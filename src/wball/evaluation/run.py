@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,9 +39,10 @@ from wball.evaluation.doubts import at_chance, check_certificates, look_for_miss
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.result import EXAMPLES, EXHIBIT, RESULTS, Evaluation, load_evaluation
 from wball.evaluation.stream import Stream, open_stream
-from wball.model import Model, as_found, ask, check_classes
+from wball.model import Model, as_found, ask, check_classes, other_images
 from wball.storage.files import (
     Log,
+    check_file,
     clear_parts,
     grouped,
     json_checksum,
@@ -276,31 +278,10 @@ def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
             kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
             raise ValueError(
                 f"the model does not take images of shape {tuple(images.shape[1:])}"
-                f"{_other_images(model, images)}: {kind}{first}"
+                f"{other_images(model, images)}: {kind}{first}"
             ) from error
     check_classes("y", y, logits)
     return logits
-
-
-def _other_images(model: Model, x: Tensor) -> str:
-    """Describe the images that the model accepts instead, and what to do."""
-    if x.ndim != 4:
-        return ""
-    tried = {
-        "one image at a time: export it with a dynamic batch axis": x[:1],
-        "with channels first: x.permute(0, 3, 1, 2)": x.movedim(-1, 1),
-        "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x.mean(1, keepdim=True),
-        "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[
-            :, [0, 0, 0]
-        ],
-    }
-    for remedy, images in tried.items():
-        try:
-            ask(model, images)
-        except Exception:  # noqa: BLE001 (whatever the model raises)
-            continue
-        return f", but {remedy}"
-    return ""
 
 
 def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
@@ -370,6 +351,12 @@ def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
     """Record the run in the folder. If the folder already contains a run, it must be the same."""
+    for name in (RESULTS, EXAMPLES, EXHIBIT):
+        check_file(folder / name)
+    for inside in (folder / BATCHES).glob("*/"):
+        if not inside.is_symlink():
+            warnings.warn(f"{inside} is a folder, where batches are files; removed", stacklevel=3)
+            shutil.rmtree(inside)
     for path in (folder / RESULTS, folder / BATCHES / "settings.json"):
         if path.is_file():
             with or_overwrite():

@@ -76,6 +76,8 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     """Originals, perturbations on one scale, and adversarial images, from small to large
     distances."""
     index = evaluation.examples["index"]
+    if len(index) == 0 or evaluation.examples["original"].ndim != 4:
+        raise ValueError(f"{evaluation.name} has no examples that are images: nothing can be drawn")
     order = evaluation.images["distance"][index].argsort()
     chosen = order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()]
     x, z = (

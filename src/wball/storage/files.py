@@ -77,6 +77,12 @@ def write_whole(path: Path, content: bytes) -> None:
             os.close(folder)
 
 
+def check_file(path: Path | None) -> None:
+    """Raise if a folder is where a file will be written, which hours of work would end with."""
+    if path is not None and path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(f"{path} is a folder, where a file is written: remove or rename it")
+
+
 def clear_parts(folder: Path) -> None:
     """Remove the partial files of killed processes. The folder must be locked."""
     for part in folder.glob(f".*{_PART}"):

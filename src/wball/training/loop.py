@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from wball import inputs
 from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
-from wball.model import as_found, ask, check_classes
+from wball.model import as_found, ask, check_classes, other_images
 from wball.progress import bar as progress_bar
 from wball.provenance import describe_settings
-from wball.storage.files import clear_parts, locked, write_tensors, write_whole
+from wball.storage.files import check_file, clear_parts, locked, write_tensors, write_whole
 from wball.storage.weights import load_weights, save_weights
 from wball.training.config import OWN, Optimisation, TrainConfig
 from wball.training.losses import Objective, Opponent, Radii, Teacher, measure
@@ -117,6 +117,8 @@ def train(
     folder = None if out is None else Path(out)
     if folder is not None and folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
+    for name in (f"{config.name}.safetensors", f"{config.name}.json", "checkpoint.safetensors"):
+        check_file(None if folder is None else folder / name)
     with torch.random.fork_rng(devices=[]):
         # A loader that shuffles yields the same order in each process and after each restart.
         torch.default_generator.manual_seed(config.seed)
@@ -523,10 +525,10 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with as_found(model, x.device), torch.no_grad():
             logits = ask(model, x[:2])
     except RuntimeError as error:
-        last = x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3)
-        hint = "; channels come first: x.permute(0, 3, 1, 2)" if last else ""
+        with as_found(model, x.device), torch.no_grad():
+            instead = other_images(model, x[:2])
         raise ValueError(
-            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}{hint}"
+            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}{instead}: {error}"
         ) from error
     check_classes(name, y, logits)
     return x
