@@ -45,7 +45,13 @@ def evaluate_part(part: int, parts: int, count: int, folder: str) -> str:
     ball = wball.WassersteinBall(0.1)
     attack = wball.DualAveraging(ball, steps=20)  # or "fast", "standard"
     wball.evaluate(
-        model(), own, ball=ball, radii=[0.05, 0.1], attack=attack, out=folder, data=f"part {part}"
+        model(),
+        own,
+        ball=ball,
+        radii=[0.05, 0.1],
+        attack=attack,
+        out=folder,
+        name=wball.Names(data=f"part {part}"),
     )
     return folder
 

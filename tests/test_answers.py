@@ -3,7 +3,6 @@ came instead."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -108,22 +107,16 @@ def test_what_cannot_be_read_is_said(form: Any, said: str) -> None:
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 @pytest.mark.parametrize("probability", [False, True])
 def test_two_classes_with_one_number(shape: tuple[int, ...], probability: bool) -> None:
-    """A logit is told from a probability by images far outside the box, not by the values it
-    happens to have."""
+    """Whether it is a logit or a probability is said, not guessed from some values."""
     net, x, score = problem(lambda h, z: (z.sigmoid() if probability else z).view(shape), 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        logits = ask(net, x)
+    with pytest.raises(ValueError, match=r"one number per image: wrap it in wball.Binary\(model\)"):
         ask(net, x)
-    assert len([w for w in caught if "one probability per image" in str(w.message)]) == int(
-        probability
-    )
-    torch.testing.assert_close(
-        logits, torch.stack([torch.zeros_like(score), score], 1), atol=1e-4, rtol=1e-4
-    )
+    binary = wball.Binary(net, probability)
+    expected = torch.stack([torch.zeros_like(score), score], 1)
+    torch.testing.assert_close(ask(binary, x), expected, atol=1e-4, rtol=1e-4)
     y = (score > 0).long()
     attack = wball.StandardAttack(wball.WassersteinBall(1.0), version="fast", check=False)
-    result = attack(net, x, y)
+    result = attack(binary, x, y)
     assert bool(result.success.any())
     with torch.no_grad():
         found = net(result.images).reshape(-1) - (0.5 if probability else 0.0)
@@ -183,13 +176,3 @@ def test_quantised_models_are_attacked_without_gradients() -> None:
     assert bool(result.success.all()) and not bool(result.n_steps.isnan().any())
     assert wball.audit(attack.ball, x, result.images).all_valid
     assert torch.equal(net(result.images).argmax(1) != y, result.success)
-
-
-def test_small_logits_are_not_taken_for_probabilities() -> None:
-    x = torch.rand(12, 1, 6, 6)
-
-    def unbounded(z: Tensor) -> Tensor:
-        return 0.01 * z.flatten(1).sum(1) + 0.2
-
-    assert bool((unbounded(x) > 0).all() and (unbounded(x) < 1).all())
-    torch.testing.assert_close(ask(unbounded, x)[:, 1], unbounded(x))

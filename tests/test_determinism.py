@@ -112,7 +112,7 @@ def test_evaluations_repeat_to_the_byte(digits: Tensor, labels: Tensor, tmp_path
     for name in ("one", "two"):
         wball.evaluate(
             Net(), digits, labels, BALL, [0.05, 0.2], ATTACKS["dual averaging"], out=tmp_path / name, seed=4,
-            batch_size=3, command="c",
+            batch_size=3, name=wball.Names(command="c"),
         )  # fmt: skip
     for file in ("results.json", "examples.safetensors", "exhibit.safetensors"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()

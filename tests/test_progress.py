@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
 import wball
@@ -58,18 +55,39 @@ def test_the_first_compilation_is_announced(
         assert compile_one("wball.kernels.some") == ""
 
 
-def test_a_bar_counts_stages_and_parts() -> None:
-    with Progress(console=Console(file=io.StringIO())) as display:
-        bar = progress.Bar(display, display.add_task("work", total=10))
-        bar.stage(4, "[first]")
+def test_a_bar_counts_stages_and_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wball.progress._overwrites", lambda: True)
+    monkeypatch.setattr("wball.progress.REDRAWN", 0.0)
+    with progress.bar("work", 10) as bar:
+        bar.stage(4, "first\x1b[2J")
         bar.within(0.5)
-        assert display.tasks[0].completed == 2 and display.tasks[0].description == r"\[first]"
         bar.advance(4)
         bar.stage(6, "second")
         bar.within(2.0)
-        assert display.tasks[0].completed == 10
         bar.move_to(7)
-        assert display.tasks[0].completed == 7
+    shown = [line.split("\x1b")[0] for line in capsys.readouterr().err.split("\r")]
+    assert [line[line.find("%") - 4 : line.find("%")].strip() for line in shown if "%" in line] == [
+        "0", "20", "40", "40", "100", "70",
+    ]  # fmt: skip
+    assert shown[1].startswith("first[2J ") and shown[-2].startswith("second ")
+    assert "about" in shown[2] and shown[-1] == ""  # the line is removed
+
+
+def test_without_a_terminal_there_is_a_line_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("wball.progress.time.monotonic", lambda: now[0])
+    with progress.bar("work", 1000) as bar:
+        bar.move_to(200)  # read from files
+        bar.stage(800, "net")
+        for step in range(1, 8):
+            now[0] += 10.0
+            bar.within(step / 8)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[-22:] for line in lines] == [" 50 %, about 50 s left", " 80 %, about 20 s left"]
 
 
 def test_a_bar_that_is_not_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,4 +99,4 @@ def test_a_bar_that_is_not_shown_is_silent(capsys: pytest.CaptureFixture[str]) -
         assert progress.AROUND.get() is bar
     assert progress.AROUND.get() is None
     out, err = capsys.readouterr()
-    assert out == "" and "work" in err
+    assert out == "" and err == ""

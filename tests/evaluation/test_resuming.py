@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from evaluation.linear import BALL, RADII, attack, measure, problem
 from wball import CertificateResult, DualAveraging, Evaluation, WassersteinBall, audit
-from wball.evaluation import FolderInUse, OtherSettings, evaluate
+from wball.evaluation import FolderInUse, Names, OtherSettings, Storage, evaluate
 from wball.storage.files import locked, read_tensors, write_tensors, write_whole
 
 batches = importlib.import_module("wball.evaluation.batches")
@@ -66,7 +66,7 @@ def test_folders_in_the_place_of_files(tmp_path: Path) -> None:
 def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
     model, x, y = problem()
     start = attack(random_start=2.0)
-    settings: dict[str, Any] = {"batch_size": 3, "seed": 5, "name": "m", "command": "c"}
+    settings: dict[str, Any] = {"batch_size": 3, "seed": 5, "name": Names("m", command="c")}
     reference = tmp_path / "reference"
     evaluate(Fragile(model, 10**9), x, y, BALL, RADII, start, out=reference, **settings)
     done = 0
@@ -133,7 +133,7 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
                 measure(model, x, y, out=tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "results.json").write_text("{}")
-    again = measure(model, x, y, out=tmp_path, overwrite=True)
+    again = measure(model, x, y, out=Storage(tmp_path, overwrite=True))
     assert again.summary() == ready.summary()
 
 
@@ -193,7 +193,7 @@ def test_an_interruption_among_certificates_changes_nothing(
         return found
 
     def run(folder: Path) -> Evaluation:
-        settings: dict[str, Any] = {"batch_size": 2, "name": "m", "command": "c"}
+        settings: dict[str, Any] = {"batch_size": 2, "name": Names("m", command="c")}
         return measure(*problem(6), out=folder, certify="complete", **settings)
 
     monkeypatch.setattr(batches, "certify", certify)
@@ -229,7 +229,11 @@ def test_an_interrupted_standard_attack_goes_on_after_its_last_member(
     """Members that ran before an interruption are not run again, and nothing changes by it."""
     monkeypatch.setattr("wball.evaluation.journal.SAVE_EVERY", 0.0)
     model, x, y = problem(6)
-    settings: dict[str, Any] = {"attack": "fast", "batch_size": 6, "name": "m", "command": "c"}
+    settings: dict[str, Any] = {
+        "attack": "fast",
+        "batch_size": 6,
+        "name": Names("m", command="c"),
+    }
     settings["radii"] = [0.02, 0.05]
     counted = Fragile(model, 10**9)
     measure(counted, x, y, out=tmp_path / "whole", **settings)

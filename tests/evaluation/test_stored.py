@@ -15,14 +15,16 @@ import torch
 
 import wball
 from evaluation.linear import BALL, RADII, attack, measure, problem
-from wball.evaluation import Evaluation, OtherSettings, evaluate, load_evaluation
+from wball.evaluation import Evaluation, OtherSettings, Storage, evaluate, load_evaluation
 from wball.report.figures import examples_figure, save_figures
 from wball.storage.files import Log
 
 
 def test_saved_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem()
-    result = measure(model, x, y, out=tmp_path / "a", command="made by a test", data="spots")
+    result = measure(
+        model, x, y, out=tmp_path / "a", name=wball.Names(data="spots", command="made by a test")
+    )
     again = load_evaluation(tmp_path / "a")
     written = json.loads((tmp_path / "a" / "results.json").read_text())
     del written["sha256"], written["files"]
@@ -34,15 +36,15 @@ def test_saved_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(again.images[name], result.images[name])
     assert not (tmp_path / "a" / "batches").exists()
     before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
-    measure(model, x, y, out=tmp_path / "a", data="spots")
+    measure(model, x, y, out=tmp_path / "a", name=wball.Names(data="spots"))
     assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
     assert again.to_pandas()["label"] == y.tolist()
     with pytest.raises(OtherSettings, match="a different seed"):
-        measure(model, x, y, out=tmp_path / "a", data="spots", seed=1)
+        measure(model, x, y, out=tmp_path / "a", name=wball.Names(data="spots"), seed=1)
     with pytest.raises(OtherSettings, match="sha256"):
-        measure(model, x * 0.5, y, out=tmp_path / "a", data="spots")
-    other = measure(model, x, y, out=tmp_path / "a", seed=1, overwrite=True)
+        measure(model, x * 0.5, y, out=tmp_path / "a", name=wball.Names(data="spots"))
+    other = measure(model, x, y, out=wball.Storage(tmp_path / "a", overwrite=True), seed=1)
     assert other.settings["seed"] == 1
 
 
@@ -89,17 +91,23 @@ def test_the_log_follows_no_link(tmp_path: Path) -> None:
     assert victim.read_text() == "mine"
 
 
-def test_exhibit_shows_every_radius() -> None:
+def test_explorer_shows_every_radius_and_belongs_to_its_results(tmp_path: Path) -> None:
     model, x, y = problem()
-    result = measure(model, x, y)
-    shown = result.exhibit
-    assert shown["explorer_radii"].tolist() == RADII
-    assert torch.equal(shown["original"], x[shown["index"]])
-    assert 0 not in shown["explorer_index"].tolist()  # wrong as it is: nothing to explore
+    result = measure(model, x, y, out=tmp_path)
+    assert not result.explorer  # it is made for a report
+    assert torch.equal(result.exhibit["original"], x[result.exhibit["index"]])
+    explored = wball.explore(result, model, x, y, ball=BALL)
+    shown = explored.explorer
+    assert shown["radii"].tolist() == RADII
+    assert 0 not in shown["index"].tolist()  # wrong as it is: nothing to explore
+    explored.save_explorer(tmp_path)
+    assert torch.equal(load_evaluation(tmp_path).explorer["images"], shown["images"])
+    measure(model, x, y, seed=1, out=Storage(tmp_path / "other")).save(tmp_path)
+    assert not load_evaluation(tmp_path).explorer
     assert result.baseline is not None  # random points are no stronger than an exact attack
     for k, eps in enumerate(RADII):
-        assert result.baseline["random"][k] >= result.accuracy_at(eps)
-        report = wball.audit(BALL.at(eps), x[shown["explorer_index"]], shown["explorer"][:, k])
+        assert result.baseline["random"][eps] >= result.accuracy_at(eps)
+        report = wball.audit(BALL.at(eps), x[shown["index"]], shown["images"][:, k])
         assert report.all_valid
 
 
@@ -114,7 +122,9 @@ def test_a_figure_of_examples_has_examples() -> None:
 
 def test_figures_show_names_as_they_are_and_do_not_replace_each_other(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = evaluate(*problem(4), BALL, RADII, attack(), classes=["$x_$"])  # the other has none
+    result = evaluate(
+        *problem(4), BALL, RADII, attack(), name=wball.Names(classes=["$x_$"])
+    )  # the other has none
 
     def called(name: str) -> Evaluation:
         return replace(result, settings={**result.settings, "model": {"name": name}})

@@ -79,8 +79,7 @@ def run(x: Any, y: Any = None, out: Path | None = None, **more: Any) -> Evaluati
         attack=attack,
         out=out,
         batch_size=4,
-        name="m",
-        command="c",
+        name=wball.Names("m", command="c"),
         **more,
     )
 
@@ -173,7 +172,7 @@ def test_data_and_ball_are_enough() -> None:
     model, x, y = problem()
     attack = wball.DualAveraging(BALL, steps=2)
     loader = DataLoader(TensorDataset(x.float() / 255, y))
-    one = evaluate(model, loader, BALL, attack=attack)
+    one = evaluate(model, loader, ball=BALL, attack=attack)
     assert one.summary() == evaluate(model, x, y, BALL, attack=attack).summary()
 
 
@@ -278,5 +277,5 @@ def test_memory_is_bounded_by_the_batch() -> None:
             return image, label
 
     ball = wball.LinfBall(0.01)
-    evaluate(model, Counted(x, y), ball, attack=wball.PGD(ball, steps=1), batch_size=10)
+    evaluate(model, Counted(x, y), ball=ball, attack=wball.PGD(ball, steps=1), batch_size=10)
     assert most <= 300  # the survey and the gallery read 64 and 200 at once

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import wball
-from wball.evaluation import evaluate
+from wball.evaluation import Names, evaluate
 from wball.kernels import dispatch
 from wball.storage.files import FolderInUse
 
@@ -74,7 +74,15 @@ def run(
     data = problem() if stream is None else (Items(stream), None)
     model = Halves(delay, dies_after)
     evaluate(
-        model, *data, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c"
+        model,
+        *data,
+        BALL,
+        RADII,
+        attack,
+        out=folder,
+        batch_size=4,
+        seed=3,
+        name=Names("m", command="c"),
     )
 
 

@@ -24,6 +24,7 @@ import wball
 from problems import halves
 from references import reference_distance
 from wball.evaluation import Evaluation, evaluate
+from wball.report import write_report
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
 from wball.report.ranking import latex_table, rank, ranking_csv
@@ -47,14 +48,11 @@ def problem(channels: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
 
 def run(name: str, channels: int = 1, **changes: Any) -> Evaluation:
     model, x, y = problem(channels)
-    settings: dict[str, Any] = {
-        "classes": ("left & <i>", "right"),
-        "command": f"wball evaluate '{name}'",
-        **changes,
-    }
-    return evaluate(
-        model, x, y, BALL, RADII, wball.DualAveraging(BALL, steps=6), name=name, **settings
-    )
+    command = f"wball evaluate '{name}'"
+    names = wball.Names(name, classes=("left & <i>", "right"), command=command)
+    attack = wball.DualAveraging(BALL, steps=6)
+    result = evaluate(model, x, y, BALL, RADII, attack, name=names, **changes)
+    return wball.explore(result, model, x, y, ball=BALL)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +62,13 @@ def evaluations() -> list[Evaluation]:
 
 @pytest.fixture(scope="module")
 def page(evaluations: list[Evaluation], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return evaluations[0].report(
-        tmp_path_factory.mktemp("report") / "new" / "report.html", *evaluations[1:]
-    )
+    folder = tmp_path_factory.mktemp("report")
+    return write_report(evaluations, folder / "new" / "report.html")
 
 
 def shown(folder: Path, first: Evaluation, *others: Evaluation) -> str:
     """The report as text."""
-    return first.report(folder / "r.html", *others).read_text(encoding="utf-8")
+    return write_report([first, *others], folder / "r.html").read_text(encoding="utf-8")
 
 
 class Page(HTMLParser):
@@ -192,7 +189,7 @@ def test_results_as_csv_and_latex(evaluations: list[Evaluation], tmp_path: Path)
     assert len(lines) == 2 * (1 + len(RADII)) and lines[0]["model"] == "'=SUM(A1)"
     assert float(lines[1]["accuracy"]) == pytest.approx(evaluations[0].accuracy_at(0.1), abs=1e-5)
     assert lines[0]["certified"] != "" and lines[-1]["certified"] == ""
-    table = evaluations[0].report(tmp_path / "t.tex", *evaluations[1:]).read_text().splitlines()
+    table = write_report(evaluations, tmp_path / "t.tex").read_text().splitlines()
     assert table[0] == r"\begin{tabular}{l" + "r" * (1 + len(RADII)) + "}" and len(table) == 8
     assert table[4].startswith(f"first & {100 * evaluations[0].clean_accuracy:.1f} & ")
 
@@ -223,8 +220,6 @@ def test_latex_takes_every_name_literally(evaluations: list[Evaluation]) -> None
 
 
 def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
-    from wball.report import write_report
-
     with pytest.raises(ValueError, match="empty"):
         write_report([], tmp_path / "a.html")
     with pytest.raises(ValueError, match=r"\.html"):
@@ -286,7 +281,7 @@ def test_pictures_show_pixels_and_signs() -> None:
     x = torch.tensor([[[0.0, 1.0], [0.5, 0.2]]])
     assert pixels(image_uri(x)).tolist() == [[0, 255], [128, 51]]
     shown = pixels(change_uri(torch.tensor([[[0.0, 0.1], [-0.2, -5.0]]]), 0.2))
-    assert shown[..., 3].tolist() == [[0, 128], [255, 255]]
+    assert shown[..., 3].tolist() == [[0, 180], [255, 255]]
     assert shown[0, 1, 0] > shown[0, 1, 2] and shown[1, 0, 2] > shown[1, 0, 0]
 
 

@@ -124,11 +124,11 @@ def test_every_string_of_the_user_is_text_in_the_report(tmp_path: Path) -> None:
     y = model(x).argmax(1)
     ball = wball.WassersteinBall(0.5)
     result = wball.evaluate(
-        model, x, y, ball, attack=wball.DualAveraging(ball, steps=3), name=HOSTILE, data=HOSTILE,
-        classes=[HOSTILE, f"b{HOSTILE}"], command=HOSTILE, out=tmp_path / "out",
+        model, x, y, ball, attack=wball.DualAveraging(ball, steps=3), out=tmp_path / "out",
+        name=wball.Names(HOSTILE, HOSTILE, [HOSTILE, f"b{HOSTILE}"], command=HOSTILE),
     )  # fmt: skip
     folder = tmp_path / "<script>alert(3)<"
-    text = result.report(folder / "report.html").read_text(encoding="utf-8")
+    text = wball.write_report(result, folder / "report.html").read_text(encoding="utf-8")
     assert HOSTILE not in text and "<script>alert" not in text
     page = Elements()
     page.feed(text)

@@ -84,8 +84,7 @@ def test_overwrite_does_not_reuse_batches_behind_a_symbolic_link(tmp_path: Path)
         y,
         ball,
         attack=wball.DualAveraging(ball, steps=2),
-        out=tmp_path / "o",
-        overwrite=True,
+        out=wball.Storage(tmp_path / "o", overwrite=True),
     )
     assert result.clean_accuracy == 1.0
     assert (elsewhere / "batch-00000.safetensors").read_bytes() == b"old work"

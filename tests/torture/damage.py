@@ -49,8 +49,7 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
         [0.1, 0.4],
         wball.DualAveraging(ball, steps=3),
         out=folder / "e",
-        name="m",
-        command="c",
+        name=wball.Names("m", command="c"),
     )
     batch = {name: torch.arange(9) for name in ("label", "predicted")} | {"adversarial": x}
     write_tensors(

@@ -339,7 +339,7 @@ class Attack(ABC):
         name, steps = type(self).__name__, self.n_gradients
         show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
         if show:
-            with progress.bar(name, images, "of the images") as shown:
+            with progress.bar(name, images) as shown:
                 shown.stage(images, name)
                 yield StepCount(shown, images, steps)
         else:

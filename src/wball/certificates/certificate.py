@@ -278,7 +278,7 @@ def _certify(
     seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
     most = x.shape[0] * effort.time_limit
     title = f"certify, {effort.method}, {max(1, seconds):.0f} to {most:.0f} s"
-    with bar(title, x.shape[0], "of the images", show=effort.progress) as shown:
+    with bar(title, x.shape[0], show=effort.progress) as shown:
         for index in torch.arange(x.shape[0], device=x.device).split(step):
             start = time.monotonic()
             clean = _clean_margin(model, x[index], y[index])
@@ -399,7 +399,7 @@ def certified_radius(
     title = f"certified radius, {method}, at most {time_limit * x.shape[0]:.0f} s"
     with (
         trust.steady(model, [x] if x.shape[0] else []),
-        bar(title, rounds, "of the rounds", show=progress) as shown,
+        bar(title, rounds, show=progress) as shown,
     ):
         for left in range(rounds, 0, -1):
             apart = high.isinf() | (high - low > high / FINE)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,29 +17,48 @@ from wball.cli.models import load_models
 from wball.storage.names import file_name, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from wball.attacks import Attack
+    from wball.ball import WassersteinBall
     from wball.evaluation import Evaluation, Requirement
+    from wball.model import Model
 
 
-@command
-def evaluate(
-    *,
-    models: options.Models,
-    eps: options.Eps = None,
+@dataclass(frozen=True)
+class Results:
+    """Options for the results."""
+
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="folder for results (default: out/MODEL)"),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="discard earlier results in the folder")
+    ] = False
+    as_json: options.AsJson = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """Options for what is asked: radii, attack, requirements, certificate."""
+
+    eps: options.Eps = None
     attack: Annotated[
         str, typer.Option("--attack", "-a", metavar="NAME", help=", ".join(options.ATTACKS))
-    ] = "standard",
+    ] = "standard"
     require: Annotated[
         list[str] | None,
         typer.Option(
             "--require",
-            metavar="EPS:ACCURACY",
-            help="exit with code 7 unless robust accuracy is this high, such as 0.1:0.8 or "
-            "certified:0.05:0.6; repeatable",
+            metavar="EPS:...",
+            help="exit with code 7 unless robust accuracy at EPS is high enough: 0.1:0.8 for 80 %, "
+            "certified:0.05:0.6, or 0.1:out/baseline for not worse than that evaluation; repeatable",
         ),
-    ] = None,
+    ] = None
     certify: Annotated[
         bool, typer.Option("--certify", help="also compute certified accuracy (slow on a CPU)")
-    ] = False,
+    ] = False
     target: Annotated[
         int | None,
         typer.Option(
@@ -46,20 +66,31 @@ def evaluate(
             metavar="CLASS",
             help="targeted attack: images are broken if predicted as this class number",
         ),
-    ] = None,
-    window: options.Window = 5,
+    ] = None
+    window: options.Window = 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Options for the computation, which hardly change results."""
+
+    device: options.Device = "auto"
+    batch_size: Annotated[
+        int | None,
+        typer.Option("--batch-size", metavar="N", help="images at a time (default: by the model)"),
+    ] = None
+    seed: options.Seed = 0
+
+
+@command
+def evaluate(
+    *,
+    models: options.Models,
+    how: Question,
     pictures: options.DataChoice,
     files: options.ModelFiles,
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="folder for results (default: out/MODEL)"),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="discard earlier results in the folder")
-    ] = False,
-    as_json: options.AsJson = False,
+    machine: Machine,
+    results: Results,
 ) -> int:
     """Measure robust accuracy, audit every adversarial example, and write a report.
 
@@ -71,45 +102,45 @@ def evaluate(
         wball evaluate mine.py:net --data mnist --data-dir data --eps 0.1,0.2
         wball evaluate net.pth --architecture mine.py:net --data photos/ --resize 256 --crop 224
 
-    Use --require to gate a release. Here the lower end of the 95 % confidence interval must reach
-    80 % at radius 0.0001, which suits photos (0.1 suits digits). Exit codes: 0 passed, 3 an example
-    failed the audit, 6 the evaluation is not reliable, 7 a requirement is not met.
+    Use --require to gate a release: here the lower end of the 95 % confidence interval must reach
+    80 % at radius 0.0001, which suits photos (0.1 suits digits), and the model must not be less
+    robust there than an evaluation of the same images in the folder baseline/. The decisions are
+    also written to junit.xml, and in GitHub workflows as annotations.
 
     \b
-        wball evaluate classifier.onnx --data photos/ --require 0.0001:0.8
+        wball evaluate new.onnx --data photos/ --require 0.0001:0.8 --require 0.0001:baseline/
+
+    Exit codes: 0 done and requirements met; 2 wrong arguments or inputs; 3 an example failed the
+    audit; 4 the folder is in use; 5 disk, file or memory error; 6 the evaluation is not reliable;
+    7 a requirement is not met; 70 an error in wball; 130 interrupted.
 
     Without --eps, radii are chosen by a quick search. If interrupted, rerun the same command to
     resume. `torchrun -m wball evaluate ...` shares the work among processes.
     """
-    from rich.markup import escape
-
-    from wball.evaluation import Requirement, exit_code
-    from wball.evaluation.run import evaluate as run
-    from wball.evaluation.run import probe
-    from wball.report import why_not, write_csv, write_report
+    from wball.evaluation import exit_code
+    from wball.report import why_not
     from wball.storage.files import rank_and_size
 
-    start, console = time.perf_counter(), open_console(as_json)
-    wanted = [Requirement.parse(text) for text in require or ()]
-    given = choices.radii(eps) if eps is not None else None
-    threat, where = choices.ball(given[-1] if given else 1.0, window), choices.device(device)
-    searched = replace(choices.attack(attack, threat), target=target)
-    with choices.prints_aside(as_json):
-        made = load_models(models, files, where, seed)
-        images = choices.load_images(pictures, where, seed, streamed=True)
-        if target is not None:
-            others = (images.y != target).nonzero().squeeze(1).tolist()
-            images = images.take(others, f"{images.name}, without class {target}")
-        for net, _ in made:
-            probe(net, images.x, images.y)
-    base = out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
+    start, console = time.perf_counter(), open_console(results.as_json)
+    wanted = _requirements(how)
+    given = choices.radii(how.eps) if how.eps is not None else None
+    threat = choices.ball(given[-1] if given else 1.0, how.window)
+    searched, where = choices.attack(how.attack, threat), choices.device(machine.device)
+    with choices.prints_aside(results.as_json):
+        made = load_models(models, files, where, machine.seed)
+        images = choices.load_images(pictures, where, machine.seed, streamed=True)
+        if how.target is not None:
+            others = (images.y != how.target).nonzero().squeeze(1).tolist()
+            images = images.take(others, f"{images.name}, without class {how.target}")
+        _check_inputs(made, images, wanted, threat)
+    base = results.out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
     folders = [base if len(made) == 1 else base / file_name(name) for _, name in made]
     if (missing := why_not()) is not None:
         print(f"wball: there will be no report.html: {missing}", file=sys.stderr)
-    points = given or (None if overwrite else _earlier_radii(folders))
+    points = given or (None if results.overwrite else _earlier_radii(folders))
     if points is None:
-        with choices.prints_aside(as_json):
-            points = choices.sensible_radii([net for net, _ in made], images, threat, seed)
+        with choices.prints_aside(results.as_json):
+            points = choices.sensible_radii([net for net, _ in made], images, threat, machine.seed)
         shown = ", ".join(f"{r:g}" for r in points)
         console.print(
             f"radii {shown} were chosen by a quick search (set them with --eps)", markup=False
@@ -117,51 +148,139 @@ def evaluate(
     points = sorted({*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)})
     console.print(
         f"{', '.join(name for _, name in made)} on {len(images.x)} images of {images.name}; "
-        f"{attack} attack at eps {', '.join(f'{r:g}' for r in points)} ({threat.unit}), on {where}",
+        f"{how.attack} attack at eps {', '.join(f'{r:g}' for r in points)} ({threat.unit}), "
+        f"on {where}",
         markup=False,
     )
-    results: list[Evaluation] = []
-    for (net, called), folder in zip(made, folders, strict=True):
-        if not overwrite and (found := _found(folder)):
-            console.print(printable(found), markup=False)
-        with choices.prints_aside(as_json):
-            result = run(
-                net,
-                images.x,
-                images.y,
-                threat.at(points[-1]),
-                points,
-                searched.at(points[-1]),
-                certify=certify or any(requirement.certified for requirement in wanted),
-                out=folder,
-                seed=seed,
-                name=called,
-                data=images.name,
-                classes=images.classes,
-                names=images.sources,
-                overwrite=overwrite,
-                progress=True,
-            )
-        results.append(result)
-        console.print(result.table())
-        console.print(printable(result.verdict()), markup=False)
-        for warning in result.warnings:
-            console.print(f"[yellow]warning[/]: {escape(printable(str(warning)))}")
-    for result in results if wanted else ():
+    attack = replace(searched, target=how.target).at(points[-1])
+    certify = how.certify or any(requirement.certified for requirement in wanted)
+    job = _Job(images, points, attack, certify, machine, results)
+    found = [_evaluate(job, *one, folder) for one, folder in zip(made, folders, strict=True)]
+    written = [*folders, *_write(found, base, wanted)]
+    _print_decisions(found, wanted, console)
+    if results.as_json and rank_and_size()[0] == 0:
+        print_json([_plain(result, wanted) for result in found])
+    took = time.perf_counter() - start
+    names = ", ".join(map(str, written))
+    console.print(printable(f"written: {names}    ({took:.1f} s)"), markup=False)
+    return exit_code(found, wanted)
+
+
+def _requirements(how: Question) -> list[Requirement]:
+    """The requirements. A baseline is read now, because hours later is too late."""
+    from wball.evaluation import Requirement, load_evaluation
+
+    wanted = [Requirement.parse(text) for text in how.require or ()]
+    for requirement in wanted:
+        if requirement.baseline is not None:
+            load_evaluation(requirement.baseline).accuracy_at(requirement.eps)
+    return wanted
+
+
+def _check_inputs(
+    made: list[tuple[Model, str]],
+    images: choices.LoadedImages,
+    wanted: list[Requirement],
+    threat: WassersteinBall,
+) -> None:
+    """Check that models take the images, and that baselines were evaluated on them."""
+    from wball.evaluation import load_evaluation
+    from wball.evaluation.run import probe
+    from wball.evaluation.stream import open_stream
+
+    for net, _ in made:
+        probe(net, images.x, images.y)
+    baselines = {r.baseline for r in wanted if r.baseline is not None}
+    if not baselines:
+        return
+    stream = open_stream(
+        images.x, None if hasattr(images.x, "survey") else images.y, None, threat.box
+    )
+    digest = stream.survey()[0]
+    for folder in sorted(baselines):
+        if load_evaluation(folder).settings["data"]["sha256"] != digest:
+            raise typer.BadParameter(f"--require: {folder} is an evaluation of different images")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every model is evaluated on."""
+
+    images: choices.LoadedImages
+    radii: list[float]
+    attack: Attack
+    certify: bool
+    machine: Machine
+    results: Results
+
+
+def _evaluate(job: _Job, model: Model, name: str, folder: Path) -> Evaluation:
+    """Evaluate one model, and print the outcome."""
+    from rich.markup import escape
+
+    from wball import evaluation
+    from wball.report import why_not
+    from wball.storage.files import rank_and_size
+
+    images, ball, results = job.images, job.attack.ball, job.results
+    console = open_console(results.as_json)
+    if not results.overwrite and (found := _found(folder)):
+        console.print(printable(found), markup=False)
+    names = evaluation.Names(name, images.name, images.classes, images.sources)
+    with choices.prints_aside(results.as_json):
+        result = evaluation.evaluate(
+            model,
+            images.x,
+            images.y,
+            ball,
+            job.radii,
+            job.attack,
+            certify=job.certify,
+            out=evaluation.Storage(folder, results.overwrite),
+            name=names,
+            seed=job.machine.seed,
+            batch_size=job.machine.batch_size,
+            progress=True,
+        )
+        if why_not() is None and not result.explorer and rank_and_size()[0] == 0:
+            result = evaluation.explore(result, model, images.x, images.y, ball=ball)
+            result.save_explorer(folder)
+    console.print(result.table())
+    console.print(printable(result.verdict()), markup=False)
+    for warning in result.warnings:
+        console.print(f"[yellow]warning[/]: {escape(printable(str(warning)))}")
+    return result
+
+
+def _write(found: list[Evaluation], base: Path, wanted: list[Requirement]) -> list[Path]:
+    """Write the tables, the report and the decisions, in one process of ``torchrun``."""
+    from wball.report import why_not, write_csv, write_junit, write_report
+    from wball.storage.files import rank_and_size
+
+    if rank_and_size()[0] != 0:
+        return []
+    written = [write_csv(found, base / "results.csv")]
+    if why_not() is None:
+        written.append(write_report(found, base / "report.html", requirements=wanted))
+    if wanted:
+        written.append(write_junit(found, base / "junit.xml", wanted))
+    return written
+
+
+def _print_decisions(found: list[Evaluation], wanted: list[Requirement], console: Console) -> None:
+    """Print whether the requirements are met; in a GitHub workflow, failures as annotations."""
+    from rich.markup import escape
+
+    for result in found if wanted else ():
         decision = result.check(wanted)
         colour = "green]PASSED" if decision else "red]FAILED"
         console.print(f"[bold {colour}[/] {escape(result.name)}")
         console.print(printable(str(decision)), markup=False)
-    written = [str(folder) for folder in folders]
-    if rank_and_size()[0] == 0:  # of the processes of ``torchrun``, one writes
-        written.append(str(write_csv(results, base / "results.csv")))
-        if missing is None:
-            written.append(str(write_report(results, base / "report.html", requirements=wanted)))
-        if as_json:
-            print_json([_plain(r, wanted) for r in results])
-    took = time.perf_counter() - start
-    console.print(printable(f"written: {', '.join(written)}    ({took:.1f} s)"), markup=False)
-    return exit_code(results, wanted)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            for check in decision.checks:
+                if not check.met:
+                    said = printable(f"{result.name}: {check.reason}").replace("%", "%25")
+                    print(f"::error title=wball::{said}", file=sys.stderr)
 
 
 def _earlier_radii(folders: list[Path]) -> list[float] | None:

@@ -82,7 +82,7 @@ def data(
         console.print(table)
         return 0
     info = dataset_info(name)
-    with bar(info.title, unit="MB", show=console.is_terminal) as shown:
+    with bar(info.title, show=console.is_terminal) as shown:
 
         def show(file: str, done: int, total: int | None) -> None:
             shown.stage(0, file)

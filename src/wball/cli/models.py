@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from wball.model import Model
 
 FILES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
+WEIGHTS = (".pt", ".pth", ".safetensors")
+"""Files that may hold weights without a network."""
 OBVIOUS = ("model", "net", "get_model", "load_model", "build_model", "make_model")
 """Names that mark the model of a Python file which has several."""
 
@@ -50,8 +52,8 @@ def load_models(
 ) -> list[tuple[Model, str]]:
     """Load the models onto a device, in evaluation mode, each with a unique name."""
     made = []
-    for spec in given:
-        model, name = load_one(spec, seed, how.architecture)
+    for spec, architecture in zip(given, _architectures(given, how), strict=True):
+        model, name = load_one(spec, seed, architecture)
         model = _normalized(model, how.mean, how.std)
         if hasattr(model, "eval") and hasattr(model, "to"):
             model = model.to(where).eval()
@@ -77,6 +79,23 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _architectures(given: Sequence[str], how: ModelFiles) -> list[str | None]:
+    """The network for each model: one for all weights files, or one for each of them."""
+    known = list(how.architecture or ())
+    files = [Path(spec).suffix.lower() in WEIGHTS for spec in given]
+    if known and len(known) not in (1, sum(files)):
+        raise typer.BadParameter(
+            f"--architecture is given {len(known)} times for {sum(files)} weights files: give it "
+            "once, or once for each of them"
+        )
+    if known and not any(files):
+        raise typer.BadParameter(
+            f"--architecture is for weights files, but {given[0]} is not one ({', '.join(WEIGHTS)})"
+        )
+    left = iter(known if len(known) > 1 else known * sum(files))
+    return [next(left, None) if file else None for file in files]
+
+
 def load_one(spec: str, seed: int, architecture: str | None = None) -> tuple[Any, str]:
     """Load the model for a command-line argument. Returns the model and its name."""
     from wball.zoo import list_models, load_model, public_models
@@ -85,10 +104,6 @@ def load_one(spec: str, seed: int, architecture: str | None = None) -> tuple[Any
     suffix = Path(spec).suffix.lower()
     if suffix in FILES and ":" not in spec.removeprefix(Path(spec).anchor):
         return _from_file(Path(spec), suffix, architecture), Path(spec).stem
-    if architecture is not None:
-        raise typer.BadParameter(
-            f"--architecture is for weights files, but {spec} is not one ({', '.join(FILES)})"
-        )
     if suffix == ".py" and ":" not in spec:
         source, found = _obvious_model(Path(spec))
         return _trained(source, found, seed), Path(spec).stem

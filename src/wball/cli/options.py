@@ -57,11 +57,12 @@ class ModelFiles:
     """Options for loading models."""
 
     architecture: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--architecture",
             metavar="NAME",
-            help="network of a weights file: a name from `wball models`, or mine.py:function",
+            help="network of a weights file: a name from `wball models`, or mine.py:function; once "
+            "for all weights files, or once for each in their order",
         ),
     ] = None
     mean: Annotated[

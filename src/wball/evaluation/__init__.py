@@ -1,5 +1,6 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
+from wball.evaluation.exhibit import explore
 from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
     Check,
@@ -9,13 +10,14 @@ from wball.evaluation.requirements import (
     confidence_interval,
 )
 from wball.evaluation.result import (
+    Curve,
     CurvePoint,
     Evaluation,
     EvaluationWarning,
     exit_code,
     load_evaluation,
 )
-from wball.evaluation.run import OtherSettings, evaluate
+from wball.evaluation.run import Names, OtherSettings, Storage, evaluate
 from wball.storage.files import FolderInUse
 
 __all__ = [
@@ -23,13 +25,17 @@ __all__ = [
     "Comparison",
     "CurvePoint",
     "Decision",
+    "Curve",
     "Evaluation",
     "EvaluationWarning",
     "FolderInUse",
+    "Names",
     "OtherSettings",
     "Requirement",
+    "Storage",
     "confidence_interval",
     "evaluate",
+    "explore",
     "exit_code",
     "load_evaluation",
     "merge_evaluations",

@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus, StandardAttack, minimal_radius
 from wball.attacks.attack import Task
+from wball.attacks.base import SteppedAttack
 from wball.attacks.findings import CODES, Finding
 from wball.attacks.views import find_signs
 from wball.auditing.audit import AuditReport, audit
@@ -40,14 +42,20 @@ from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, Evaluation
 from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
-from wball.progress import Bar, bar
+from wball.progress import Bar, bar, duration, notice
 from wball.storage.files import Log, as_bytes, json_checksum, read_tensors, write_tensors
 
 CPU_BATCH = 50
+STEPS_TIMED, SURVIVING = 3, 0.4
+"""Steps that are timed for an estimate, and the share of the steps that images make on average
+before they are broken."""
 CERTIFIED = 8
 """Images that are certified at a time on a CPU, so that an interruption costs little."""
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 """Pixels per batch, so that large images fit into memory."""
+CPU_WORK = 4e9
+"""Floating-point operations of the model per batch: a hundred steps, each of a forward and a
+backward pass, then take less than a minute on one core."""
 GPU_BATCH, GPU_MOST = 256, 40_000_000
 """Smaller batches leave a GPU waiting for kernel launches: a batch of this size may have more
 pixels. Attacks halve batches that do not fit into memory."""
@@ -58,10 +66,10 @@ ROUNDING, DRIFT = 1e-4, 1e-2
 nondeterministic kernels may change."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """Largest size of all examples with their originals, and of a sample of them."""
-SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 100_000
+SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 20_000
 """Largest number of examples per radius that are checked by exact transport although a plan proves
-them: this number or this share of the images, but no more pixels. None of larger images is: one
-takes longer than its attack."""
+them: this number or this share of the images, but no more pixels. A small colour image takes half
+a second, so six of them take less time than their attack; one of more pixels takes longer."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +140,37 @@ class Batches:
         """Compute every ``world``-th batch, starting at ``rank``."""
         name = str(self.settings["model"]["name"])
         show = progress if rank == 0 else False
-        with bar(name, unit="of images x radii", show=show, parts=True) as shown:
+        with bar(name, show=show, parts=True) as shown:
             mine = range(rank, self.count, world)
             images = sum(len(range(len(self.data))[self._part(batch)]) for batch in mine)
             shown.total(images * len(self.radii))
+            if shown.shown:
+                self._announce(images)
             for batch in mine:
                 self._compute(batch, shown)
+
+    def _announce(self, images: int) -> None:
+        """Say how long the attack takes at most, by the time of its first steps."""
+        attack, first = self.attack.at(self.radii[-1]), self.data.take(self._part(0))
+        version = attack.version if isinstance(attack, StandardAttack) else None
+        steps = attack.n_gradients
+        few = attack.members()[0] if isinstance(attack, StandardAttack) else attack
+        if not isinstance(few, SteppedAttack) or self.path(0).is_file():
+            return
+        for count in (1, STEPS_TIMED):  # the first may compile
+            begun = time.perf_counter()
+            found = replace(few, steps=count, until_success=False, progress=False)(
+                self.model, *first
+            )
+        step = (time.perf_counter() - begun) / STEPS_TIMED / len(first[1])
+        right = sum(status is not AttackStatus.ALREADY_WRONG for status in found.status)
+        runs = step * images * len(self.radii) * right / len(first[1])
+        said = f"about {duration(SURVIVING * runs * steps)} for the attack, at most "
+        said += duration(runs * steps)
+        if version == "standard":
+            fast = StandardAttack(self.ball, version="fast").n_gradients
+            said += f" (the fast attack: about {duration(SURVIVING * runs * fast)})"
+        notice(f"{self.settings['model']['name']}: {said}", always=True)
 
     def _part(self, batch: int) -> slice:
         return slice(batch * self.size, (batch + 1) * self.size)
@@ -543,9 +576,12 @@ def answers_changed(before: Tensor, after: Tensor) -> Tensor:
     return ~same.all(1) & (flipped | ~steady)
 
 
-def default_batch_size(x: Tensor) -> int:
-    """The batch size for images of this size."""
+def default_batch_size(x: Tensor, model: Model) -> int:
+    """The batch size for a model of images of this size."""
     pixels = x[:1].numel()
     if x.is_cuda:
         return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
-    return max(1, min(CPU_BATCH, CPU_PIXELS // pixels))
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), as_found(model, x.device):
+        ask(model, x[:1])
+    work = max(1, counter.get_total_flops())
+    return max(1, min(CPU_BATCH, CPU_PIXELS // pixels, int(CPU_WORK / work)))

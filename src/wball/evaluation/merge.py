@@ -69,6 +69,7 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
         tuple(k + start for part, start in moved for k in part.disagreements),
         tuple(dict.fromkeys(note for part in found for note in part.notes)),
         names=sources if len(set(sources)) == len(sources) else (),
+        explorer=first.explorer,
     )
 
 
@@ -101,10 +102,10 @@ def _joined(parts: Sequence[Mapping[str, Tensor]], starts: Sequence[int]) -> dic
 
 
 def _joined_exhibit(parts: Sequence[Evaluation], starts: Sequence[int]) -> dict[str, Tensor]:
-    """The gallery of all parts, and the explorer of the first."""
+    """The gallery of all parts, and the baseline of the first."""
     gallery = [
         {k: part.exhibit[k] for k in ("index", "original")} for part in parts if part.exhibit
     ]
     if len(gallery) < len(parts):
         return {}
-    return {**parts[0].exhibit, **_joined(gallery, starts)}
+    return {"baseline": parts[0].exhibit["baseline"], **_joined(gallery, starts)}

@@ -42,36 +42,55 @@ def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A share of images that must be robust (or certified) at a radius.
+    """A share of images that must be robust (or certified) at a radius, or an evaluation that must
+    not be more robust there.
 
     >>> Requirement.parse("certified:0.05:0.6")
-    Requirement(eps=0.05, share=0.6, certified=True)
+    Requirement(eps=0.05, share=0.6, certified=True, baseline=None)
+    >>> print(Requirement.parse("0.1:out/baseline"))
+    robust accuracy not worse than out/baseline at radius 0.1
     """
 
     eps: float
-    share: float
+    share: float | None
     certified: bool = False
+    baseline: str | None = None
 
     @classmethod
     def parse(cls, text: str | Requirement) -> Requirement:
-        """Read ``"0.1:0.8"`` (robust accuracy 80 % at radius 0.1) or ``"certified:0.1:0.8"``."""
+        """Read ``"0.1:0.8"`` (robust accuracy 80 % at radius 0.1), ``"certified:0.1:0.8"`` or
+        ``"0.1:FOLDER"``."""
         if isinstance(text, Requirement):
             return text
-        kind, _, rest = str(text).rpartition("certified:")
+        certified = text.startswith("certified:")
+        radius, _, rest = text.removeprefix("certified:").partition(":")
+        share: float | None
         try:
-            eps, share = (float(part) for part in rest.split(":"))
+            eps, share = float(radius), _number(rest)
         except ValueError:
-            eps, share = -1.0, -1.0
-        if kind or not (0 <= eps < math.inf and 0 <= share <= 1):
+            eps, share = -1.0, None
+        known = (share is None and rest and not certified) or (
+            share is not None and 0 <= share <= 1
+        )
+        if not (0 <= eps < math.inf and known):
             raise ValueError(
-                f"requirement {str(text)!r} must be RADIUS:SHARE or certified:RADIUS:SHARE with a "
-                "share from 0 to 1, such as 0.1:0.8"
+                f"requirement {text!r} must be RADIUS:SHARE or certified:RADIUS:SHARE with a share "
+                "from 0 to 1, such as 0.1:0.8, or RADIUS:FOLDER of another evaluation"
             )
-        return cls(eps, share, str(text).startswith("certified:"))
+        return cls(eps, share, certified, rest if share is None else None)
 
     def __str__(self) -> str:
+        if self.share is None:
+            return f"robust accuracy not worse than {self.baseline} at radius {self.eps:g}"
         kind = "certified" if self.certified else "robust"
         return f"{kind} accuracy of at least {100 * self.share:g} % at radius {self.eps:g}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -94,6 +113,13 @@ class Comparison:
         from scipy.special import bdtr  # slow to import
 
         return min(1.0, 2 * float(bdtr(min(self.alone), sum(self.alone), 0.5)))
+
+    @property
+    def p_worse(self) -> float:
+        """Probability that a first model as robust as the second does this badly (one-sided)."""
+        from scipy.special import bdtr  # slow to import
+
+        return float(bdtr(self.alone[0], sum(self.alone), 0.5))
 
     @property
     def distinguishable(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.display import Summarised, percent
+from wball.evaluation import terminal
 from wball.evaluation.requirements import (
+    CONFIDENCE,
     EXIT_CLAIMS,
     EXIT_REQUIREMENT,
     EXIT_UNRELIABLE,
@@ -29,6 +31,7 @@ from wball.evaluation.requirements import (
 from wball.inputs import as_pixels
 from wball.storage.files import (
     as_bytes,
+    json_checksum,
     read_json,
     read_sealed,
     read_tensors,
@@ -40,10 +43,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = "wball-evaluation/2"
-RESULTS, EXAMPLES, EXHIBIT = "results.json", "examples.safetensors", "exhibit.safetensors"
-
-VIEWS: dict[str, Callable[..., Any]] = {}
-"""Functions that show evaluations. :mod:`wball.report`, which is a layer above, registers them."""
+RESULTS, EXAMPLES = "results.json", "examples.safetensors"
+EXHIBIT, EXPLORER = "exhibit.safetensors", "explorer.safetensors"
 
 PROOFS = (None, "plan", "exact", "plan, exact")
 """How the distance of an example is proved, as written in files."""
@@ -113,6 +114,17 @@ class CurvePoint:
     measured: bool = True
 
 
+class Curve(tuple[CurvePoint, ...]):
+    """The accuracies of one evaluation at several radii, ascending."""
+
+    def to_pandas(self) -> Any:
+        """The curve as a ``pandas.DataFrame``, one row per radius."""
+        return _data_frame([asdict(point) for point in self])
+
+    def __repr__(self) -> str:
+        return f"<Curve: {', '.join(f'{p.eps:g}: {percent(p.accuracy)}' for p in self)}>"
+
+
 @dataclass(frozen=True, repr=False)
 class Evaluation(Summarised):
     """The result of :func:`wball.evaluate`.
@@ -135,6 +147,7 @@ class Evaluation(Summarised):
         examples: ``index``, ``original`` and ``adversarial`` images of every valid example, or of
             those selected by ``settings["keep"]``.
         exhibit: images for a report (:mod:`wball.evaluation.exhibit`).
+        explorer: a few images at every radius, if :func:`wball.explore` made them.
         disagreements: images whose plan promised a smaller distance than exact transport found.
             They mean an error in the library; all examples were then solved exactly.
         verification: result of the independent checker on a sample of certificates: numbers
@@ -153,6 +166,7 @@ class Evaluation(Summarised):
     notes: tuple[EvaluationWarning, ...] = ()
     verification: Mapping[str, Any] | None = None
     names: tuple[str, ...] = ()
+    explorer: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def headline(self) -> dict[str, str]:
         middle = self.radii[len(self.radii) // 2]
@@ -235,10 +249,11 @@ class Evaluation(Summarised):
         return confidence_interval(round(share * len(self)), len(self))
 
     def check(self, requirements: Iterable[str | Requirement] | str | Requirement) -> Decision:
-        """Whether requirements are met: ``"0.1:0.8"`` (robust accuracy at radius 0.1), or
-        ``"certified:0.05:0.6"``.
+        """Whether requirements are met: ``"0.1:0.8"`` (robust accuracy at radius 0.1),
+        ``"certified:0.05:0.6"``, or ``"0.1:out/baseline"`` (not worse at radius 0.1 than the
+        evaluation of the same images in that folder, by a paired test).
 
-        A requirement is met only if the lower end of the 95 % confidence interval meets it, and
+        A share is met only if the lower end of the 95 % confidence interval meets it, and
         only if the evaluation is :attr:`reliable`.
         """
         if isinstance(requirements, (str, Requirement)):
@@ -246,6 +261,9 @@ class Evaluation(Summarised):
         return Decision(tuple(self._check(Requirement.parse(wanted)) for wanted in requirements))
 
     def _check(self, wanted: Requirement) -> Check:
+        if wanted.baseline is not None:
+            return self._check_baseline(wanted, load_evaluation(wanted.baseline))
+        assert wanted.share is not None
         measured = (self.certified_at if wanted.certified else self.accuracy_at)(wanted.eps)
         if measured is None:
             reason = f"{wanted}: nothing was certified; evaluate with certify=True"
@@ -260,6 +278,19 @@ class Evaluation(Summarised):
         elif measured >= wanted.share > low:
             said += "; the interval's lower end must meet it: evaluate more images"
         return Check(wanted, measured, (low, high), self.reliable and low >= wanted.share, said)
+
+    def _check_baseline(self, wanted: Requirement, baseline: Evaluation) -> Check:
+        found, measured = self.compare(baseline, wanted.eps), self.accuracy_at(wanted.eps)
+        mine, theirs = found.alone
+        said = (
+            f"{wanted}: {percent(measured)} and {percent(baseline.accuracy_at(wanted.eps))}; {mine} "
+            f"images are robust only for this model, {theirs} only for the baseline (paired test, "
+            f"p = {found.p_worse:.2g})"
+        )
+        for name, e in (("the evaluation", self), ("the baseline", baseline)):
+            said += "" if e.reliable else f", but {name} is not reliable ({e.reliability})"
+        met = found.p_worse >= 1 - CONFIDENCE and self.reliable and baseline.reliable
+        return Check(wanted, measured, self.interval(measured), met, said)
 
     def measured_at(self, eps: float) -> bool:
         """Whether radius ``eps`` was evaluated. A search for the smallest radius evaluates all."""
@@ -310,9 +341,11 @@ class Evaluation(Summarised):
             return None
         return _share(self._right & (self.images["certified"] >= eps))
 
-    def curve(self, radii: Sequence[float] | None = None) -> list[CurvePoint]:
+    def curve(self, radii: Sequence[float] | None = None) -> Curve:
         """Accuracies at radius 0 and at the evaluated radii, or at the given ones."""
-        return [self._point(float(r)) for r in ([0.0, *self.radii] if radii is None else radii)]
+        return Curve(
+            self._point(float(r)) for r in ([0.0, *self.radii] if radii is None else radii)
+        )
 
     def _point(self, eps: float) -> CurvePoint:
         """The accuracies at one radius."""
@@ -329,12 +362,12 @@ class Evaluation(Summarised):
 
     @property
     def baseline(self) -> dict[str, Any] | None:
-        """Accuracy without an attack, on up to 100 images: ``shifted`` by one pixel, and at
-        ``random`` points of the ball of each radius. ``None`` if it was not stored."""
+        """Accuracy without an attack, on up to 100 images: ``shifted`` by one pixel, and, by
+        radius, at ``random`` points of the ball. ``None`` if it was not stored."""
         if "baseline" not in self.exhibit:
             return None
         shifted, *random = self.exhibit["baseline"].tolist()
-        return {"shifted": shifted, "random": random}
+        return {"shifted": shifted, "random": dict(zip(self.radii, random, strict=True))}
 
     @property
     def contradictions(self) -> list[int]:
@@ -380,8 +413,7 @@ class Evaluation(Summarised):
             "reliable": self.reliable,
             "quick_look": self.quick_look,
             "unit": self.unit,
-            "curve": json.loads(json.dumps(curve)),
-            "baseline": self.baseline,
+            **json.loads(json.dumps({"curve": curve, "baseline": self.baseline})),
             "audit": self.audit_summary(),
         }
 
@@ -408,12 +440,7 @@ class Evaluation(Summarised):
 
     def to_pandas(self) -> Any:
         """The table of images as a ``pandas.DataFrame``, one row per image."""
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install pandas") from error
-
-        return DataFrame(self.columns())
+        return _data_frame(self.columns())
 
     def _stored(self, name: str) -> list[Any]:
         """A column as written in files."""
@@ -433,26 +460,34 @@ class Evaluation(Summarised):
         folder, files = Path(folder), {}
         for name, images in ((EXAMPLES, self.examples), (EXHIBIT, self.exhibit)):
             if images:
-                packed = {key: as_bytes(values) for key, values in images.items()}
-                files[name] = write_tensors(folder / name, packed)
+                files[name] = write_tensors(folder / name, _packed(images))
+        self.save_explorer(folder)
         write_sealed(folder / RESULTS, {**self.to_dict(), "files": files})
 
-    def report(self, path: str | os.PathLike[str], *others: Evaluation) -> Path:
-        """Write a report, one self-contained HTML file, or a LaTeX table if ``path`` ends in .tex.
+    def save_explorer(self, folder: str | os.PathLike[str]) -> None:
+        """Write the images of the explorer (:func:`wball.explore`) beside the results."""
+        if self.explorer:
+            write_tensors(Path(folder) / EXPLORER, _packed(self.explorer), self._identity())
 
-        ``others`` are compared with this evaluation.
-        """
-        written: Path = _view("report")([self, *others], path)
-        return written
+    def _identity(self) -> dict[str, str]:
+        """Marks files that belong to these results."""
+        return {"results": json_checksum([dict(self.settings), self.columns()])}
 
     def table(self) -> Table:
         """The accuracies for a terminal."""
-        table: Table = _view("table")(self)
-        return table
+        return terminal.table(self)
 
     def verdict(self) -> str:
         """The audit in a sentence or two."""
-        return str(_view("verdict")(self))
+        return terminal.verdict(self)
+
+
+def _data_frame(content: Any) -> Any:
+    try:
+        from pandas import DataFrame
+    except ImportError as error:
+        raise ImportError("to_pandas needs pandas: pip install pandas") from error
+    return DataFrame(content)
 
 
 def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
@@ -502,12 +537,6 @@ def exit_code(
     return 0 if all(e.check(requirements) for e in evaluations) else EXIT_REQUIREMENT
 
 
-def _view(name: str) -> Callable[..., Any]:
-    if name not in VIEWS:
-        raise RuntimeError("reports are not loaded: import wball.report first (import wball does)")
-    return VIEWS[name]
-
-
 def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     """Read an evaluation from its folder or its ``results.json``."""
     path = Path(path)
@@ -528,7 +557,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     columns["proof"] = [PROOFS.index(how) for how in columns["proof"]]
     if content["settings"]["certify"] is None:
         columns["certified"] = [0.0] * len(columns["label"])
-    return Evaluation(
+    found = Evaluation(
         content["settings"],
         content["provenance"],
         {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()},
@@ -541,14 +570,27 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         content["verification"],
         tuple(columns.get("name", ())),
     )
+    path = file.parent / EXPLORER
+    if not path.is_file():
+        return found
+    explorer, identity = read_tensors(path)
+    belongs = identity == found._identity()
+    return replace(found, explorer=_pixels(explorer)) if belongs else found
 
 
 def _images(path: Path, checksums: Mapping[str, str]) -> dict[str, Tensor]:
     """The images beside the results; none if the file is absent."""
     if not path.is_file():
         return {}
-    tensors, _ = read_tensors(path, checksums.get(path.name, "none"))
-    return {name: as_pixels(values) for name, values in tensors.items()}
+    return _pixels(read_tensors(path, checksums.get(path.name, "none"))[0])
+
+
+def _pixels(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: as_pixels(values) for name, values in stored.items()}
+
+
+def _packed(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: as_bytes(values) for name, values in images.items()}
 
 
 def _share(mask: Tensor) -> float:

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,14 @@ from wball.data import class_names
 from wball.evaluation.batches import Batches, FunctionAttack, default_batch_size
 from wball.evaluation.doubts import at_chance, check_certificates, look_for_missed
 from wball.evaluation.exhibit import make_exhibit
-from wball.evaluation.result import EXAMPLES, EXHIBIT, RESULTS, Evaluation, load_evaluation
+from wball.evaluation.result import (
+    EXAMPLES,
+    EXHIBIT,
+    EXPLORER,
+    RESULTS,
+    Evaluation,
+    load_evaluation,
+)
 from wball.evaluation.stream import Stream, open_stream
 from wball.model import Model, as_found, ask, check_classes, other_images
 from wball.storage.files import (
@@ -54,7 +61,39 @@ from wball.storage.files import (
 )
 
 BATCHES = "batches"
-START_OVER = "use --overwrite (overwrite=True) to start over"
+START_OVER = "use --overwrite (Storage(folder, overwrite=True)) to start over"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where an evaluation is stored.
+
+    Attributes:
+        folder: a folder for results, examples and the report's images.
+        overwrite: discard earlier results in the folder.
+    """
+
+    folder: str | os.PathLike[str]
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """What results and reports call things.
+
+    Attributes:
+        model: name of the model (default: that of its class).
+        data: name of the data.
+        classes: names of the classes (default: those of the data set, or their numbers).
+        images: the source of each image (default: the files of a folder, or numbers in the data).
+        command: command line to record (default: that of this process).
+    """
+
+    model: str | None = None
+    data: str = "data"
+    classes: Sequence[str] | None = None
+    images: Sequence[str] | None = None
+    command: str | None = None
 
 
 def evaluate(
@@ -67,17 +106,11 @@ def evaluate(
     *,
     certify: bool | str = False,
     exact: Literal["sample", "all"] = "sample",
-    out: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
+    out: str | os.PathLike[str] | Storage | None = None,
+    name: str | Names | None = None,
     seed: int = 0,
     batch_size: int | None = None,
-    levels: int | None = None,
     progress: bool | None = None,
-    name: str | None = None,
-    data: str = "data",
-    classes: Sequence[str] | None = None,
-    names: Sequence[str] | None = None,
-    command: str | None = None,
 ) -> Evaluation:
     """Measure the robust accuracy of ``model`` on images ``x`` with labels ``y``.
 
@@ -99,23 +132,15 @@ def evaluate(
             must be a feed-forward network of supported modules. A sample of the certificates is
             checked by :func:`wball.verify`.
         exact: which examples to check by exact transport. ``"sample"``: those without a plan that
-            proves their distance, and of the others up to 1 % of the images, or 32 if that is more,
-            at each radius (none of more than 100,000 pixels, which take longer than an attack).
-            ``"all"``: all of them, which may take longer than the attack. A search for the smallest
-            radius solves all of them.
+            proves their distance, and a few of the others at each radius (none of more than 20,000
+            pixels, which take longer than an attack). ``"all"``: all of them, which may take longer
+            than the attack. A search for the smallest radius solves all of them.
         out: a folder for results, examples and the report's images. An interrupted evaluation is
-            resumed; a finished one is read back.
-        overwrite: discard earlier results in the folder.
+            resumed; a finished one is read back. ``Storage(folder, overwrite=True)`` starts over.
+        name: name of the model, or :class:`Names` of model, data, classes and images.
         seed: random seed.
-        batch_size: images per batch (default: chosen for the device).
-        levels: pixels of examples are multiples of ``1 / (levels - 1)``, with exactly the same mass
-            (256: stored as 8-bit images, they stay valid). The images must be, too.
+        batch_size: images per batch (default: chosen for the device and the model).
         progress: show a progress bar (default: on a terminal).
-        name: name of the model (default: that of its class).
-        data: name of the data.
-        classes: names of the classes (default: those of the data set, or their numbers).
-        names: the source of each image (default: the files of a folder, or numbers in the data).
-        command: command line to record (default: that of this process).
 
     Under ``torchrun``, or in a process group, each process computes its share of the batches
     (``out`` is then a folder that all of them see), and all return the whole result.
@@ -126,69 +151,59 @@ def evaluate(
     >>> evaluate(model, x[:2], y[:2], ball, attack="fast").clean_accuracy
     1.0
     """
-    if ball is None and hasattr(y, "violations"):
-        y, ball = None, y  # evaluate(model, data, ball)
     if ball is None:
         raise TypeError(
             "ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)"
         )
     check_ball(ball)
+    inputs.check_seed(seed)
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
+    if exact not in ("sample", "all"):
+        raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
     images = open_stream(x, y, model, ball.box)
     if len(images) == 0:
         raise ValueError("x is empty: there is nothing to evaluate")
-    rank = rank_and_size()[0]  # the first process reads all data; the others read their own share
-    digest, labels = images.survey() if rank == 0 else ("", images.take([0])[1])
+    names = name if isinstance(name, Names) else Names(name)
+    storage = out if isinstance(out, Storage) else None if out is None else Storage(out)
     mode, points = _radii(radii, ball)
     searched = _attack(attack, ball.at(points[-1]))
-    if levels is not None:
-        searched = replace(searched, levels=levels)
-    described = searched.describe()
-    method = None if certify is False else "anchored" if certify is True else certify
-    if exact not in ("sample", "all"):
-        raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
-    inputs.check_seed(seed)
+    rank = rank_and_size()[0]  # the first process reads all data; the others read their own share
+    digest, labels = images.survey() if rank == 0 else ("", images.take([0])[1])
     logits = probe(model, images.first, labels)
-    if method is not None:
-        _check_certifiable(model, images.first, method)
-    titles: Sequence[Any] = classes or class_names(x) or ()
-    if classes is None and len(titles) != logits.shape[1]:
-        titles = range(logits.shape[1])
-    sources = list(names or map(images.name, range(len(images))))
-    if len(sources) != len(images):
-        raise ValueError(f"names has {len(sources)} entries for {len(images)} images")
+    data = {
+        "name": str(names.data),
+        "images": len(images),
+        "shape": list(images.first.shape[1:]),
+        "sha256": digest,
+        "classes": _titles(names, x, logits.shape[1]),
+    }
+    settings = {
+        "model": provenance.describe_model(model, names.model),
+        "answers": _answers(model, images.first),
+        "data": data,
+        "ball": ball.describe(),
+        "mode": mode,
+        "radii": points,
+        "attack": searched.describe(),
+        "certify": _certificate(certify, model, images.first),
+        "exact": "all" if mode == "minimal" else exact,
+        "batch_size": batch_size or default_batch_size(images.first, model),
+        "seed": seed,
+    }
     run = {
-        "settings": {
-            "model": provenance.describe_model(model, name),
-            "answers": _answers(model, images.first),
-            "data": {
-                "name": str(data),
-                "images": len(images),
-                "shape": list(images.first.shape[1:]),
-                "sha256": digest,
-                "classes": [str(title) for title in titles],
-            },
-            "ball": ball.describe(),
-            "mode": mode,
-            "radii": points,
-            "attack": described,
-            "certify": None if method is None else {"method": method, "plans": "full"},
-            "exact": "all" if mode == "minimal" else exact,
-            "batch_size": batch_size or default_batch_size(images.first),
-            "seed": seed,
-        },
-        "provenance": provenance.collect(ball, images.first, command),
-        "names": sources,
+        "settings": settings,
+        "provenance": provenance.collect(ball, images.first, names.command),
+        "names": _sources(names, images),
     }
     with (
         torch.inference_mode(False),  # attacks need gradients
-        result_folder(out) as folder,
+        result_folder(storage) as folder,
         team() as (rank, world, meet),
         locked(folder, rank),
     ):
         if rank == 0:
-            if overwrite:
+            if storage is not None and storage.overwrite:
                 clear(folder)
             clear_parts(folder)
             begin(folder, run, batch_size is None)
@@ -210,6 +225,37 @@ def evaluate(
         meet()
         with or_overwrite():
             return load_evaluation(folder)
+
+
+def _titles(names: Names, x: Any, count: int) -> list[str]:
+    """The names of the classes."""
+    titles: Sequence[Any] = names.classes or class_names(x) or ()
+    if names.classes is None and len(titles) != count:
+        titles = range(count)
+    return [str(title) for title in titles]
+
+
+def _sources(names: Names, images: Stream) -> list[str]:
+    """The source of each image."""
+    sources = list(names.images or map(images.name, range(len(images))))
+    if len(sources) != len(images):
+        raise ValueError(f"names has {len(sources)} entries for {len(images)} images")
+    return sources
+
+
+def _certificate(certify: bool | str, model: Model, x: Tensor) -> dict[str, str] | None:
+    """The settings of the certificate. Raises its errors before the attack starts."""
+    if certify is False:
+        return None
+    method = "anchored" if certify is True else certify
+    if method not in METHODS:
+        raise ValueError(f"certify must be a method, one of {', '.join(METHODS)}, got {method!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"certify needs a model that is a torch.nn.Module, got {type(model).__name__}"
+        )
+    trace(model, x[:1])
+    return {"method": method, "plans": "full"}
 
 
 def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
@@ -301,17 +347,6 @@ def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
     ]
 
 
-def _check_certifiable(model: Model, x: Tensor, method: str) -> None:
-    """Raise the errors of the certificate before the attack starts."""
-    if method not in METHODS:
-        raise ValueError(f"certify must be a method, one of {', '.join(METHODS)}, got {method!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"certify needs a model that is a torch.nn.Module, got {type(model).__name__}"
-        )
-    trace(model, x[:1])
-
-
 class OtherSettings(ValueError):
     """The folder contains an evaluation with different settings."""
 
@@ -335,10 +370,10 @@ def team() -> Iterator[tuple[int, int, Callable[[], None]]]:
 
 
 @contextmanager
-def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """The folder ``out``, or a temporary one."""
-    if out is not None:
-        path = Path(out)
+def result_folder(storage: Storage | None) -> Iterator[Path]:
+    """The folder of an evaluation, or a temporary one."""
+    if storage is not None:
+        path = Path(storage.folder)
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(f"out must be a folder, but {path} is a file")
         yield path
@@ -429,5 +464,5 @@ def clear(folder: Path, results: bool = True) -> None:
     elif batches.exists():
         shutil.rmtree(batches)
     if results:
-        for name in (RESULTS, EXAMPLES, EXHIBIT, "report.html", "log.jsonl"):
+        for name in (RESULTS, EXAMPLES, EXHIBIT, EXPLORER, "report.html", "log.jsonl"):
             (folder / name).unlink(missing_ok=True)

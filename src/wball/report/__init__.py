@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from wball.evaluation.result import VIEWS, Evaluation
-from wball.report import terminal
+from wball.evaluation.result import Evaluation
 
 if TYPE_CHECKING:
     from wball.evaluation.requirements import Requirement
 
 
 def write_report(
-    evaluations: Sequence[Evaluation],
+    evaluations: Evaluation | Sequence[Evaluation],
     path: str | os.PathLike[str],
     *,
     requirements: Sequence[str | Requirement] = (),
@@ -26,7 +25,8 @@ def write_report(
     """Write a report on one evaluation, or a comparison of several, and return its path.
 
     Args:
-        evaluations: what to show; several are ranked, and must have radii in the same unit.
+        evaluations: what to show; several are ranked, and must have radii in the same unit. After
+            :func:`wball.explore` the page shows how mass moves as the radius grows.
         path: the file to write, ``.html``; ``.tex`` for a table of robust accuracy in LaTeX.
         requirements: a banner shows whether every evaluation meets them
             (:meth:`wball.Evaluation.check`).
@@ -40,6 +40,7 @@ def write_report(
     from wball.storage.files import write_whole
 
     path = Path(path)
+    evaluations = [evaluations] if isinstance(evaluations, Evaluation) else evaluations
     if path.suffix == ".tex":
         write_whole(path, latex_table(evaluations).encode("utf-8", "surrogateescape"))
         return path
@@ -79,6 +80,32 @@ def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -
     return path
 
 
+def write_junit(
+    evaluations: Sequence[Evaluation],
+    path: str | os.PathLike[str],
+    requirements: Sequence[str | Requirement] = (),
+) -> Path:
+    """Write as JUnit XML whether evaluations are reliable and meet requirements, and return the
+    path. Build servers show it beside the tests."""
+    from xml.etree import ElementTree
+
+    from wball.storage.files import write_whole
+
+    suites = ElementTree.Element("testsuites")
+    for e in evaluations:
+        suite = ElementTree.SubElement(suites, "testsuite", name=e.name)
+        cases = [("reliable", not e.doubts, "; ".join(map(str, e.doubts)))]
+        cases += [(str(c.requirement), c.met, c.reason) for c in e.check(requirements).checks]
+        for name, passed, reason in cases:
+            case = ElementTree.SubElement(suite, "testcase", classname=e.name, name=name)
+            if not passed:
+                ElementTree.SubElement(case, "failure", message=reason)
+        suite.set("tests", str(len(cases)))
+        suite.set("failures", str(sum(not passed for _, passed, _ in cases)))
+    write_whole(Path(path), ElementTree.tostring(suites, "utf-8", xml_declaration=True))
+    return Path(path)
+
+
 def why_not() -> str | None:
     """The missing package that reports need, and how to install it; ``None`` if all are
     installed."""
@@ -100,6 +127,3 @@ def _for_script(data: Any) -> str:
     """Serialise data as JSON that cannot close the script element around it."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-VIEWS.update(report=write_report, table=terminal.table, verdict=terminal.verdict)

@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const $ = (id) => document.getElementById(id);
-  const short = (v) => String(Number(v.toPrecision(6)));
+  const short = (v) => String(Number(v.toPrecision(6))), short2 = (v) => String(Number(v.toPrecision(2)));
 
   // Theme: what the system asks for, unless the reader chose; paper is always light.
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -221,27 +221,22 @@
       $("ex-caption").className = wrong ? "wrong" : "";
       $("ex-said").textContent = !state ? `Image ${it.source}, class ${it.label}, without perturbation.`
         : `At radius ${said} the strongest image found is predicted as ${state.read_as} (${wrong ? "wrong" : "correct"}). `
-        + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, by at most ${state.farthest.toFixed(1)} px. `)
-        + `The largest pixel change is ${state.largest.toFixed(2)}.`
+        + (state.moved === null ? "" : `${short2(100 * state.moved)} % of the mass moves, by at most ${state.farthest.toFixed(1)} px. `)
+        + `The largest pixel change is ${short2(state.largest)}.`
         + (it.radius === null ? " The evaluation found no adversarial example for this image." : ` The evaluation broke this image at radius ${short(it.radius)}.`);
     };
     const arrows = (ex, list) => {
       const svg = $("ex-svg"), top = Math.max(1e-9, ...list.map((a) => a[4]));
       svg.setAttribute("viewBox", `0 0 ${ex.width} ${ex.height}`);
-      svg.replaceChildren(...list.map(([r0, c0, r1, c1, mass]) => {
-        const arrow = document.createElementNS(svgNS, "path");
+      // Each arrow is drawn twice: a wide one in the colour of the page, so that it can be seen on any change.
+      svg.replaceChildren(...list.flatMap(([r0, c0, r1, c1, mass]) => {
         const x0 = c0 + 0.5, y0 = r0 + 0.5, x1 = c1 + 0.5, y1 = r1 + 0.5;
         const length = Math.hypot(x1 - x0, y1 - y0), ux = (x1 - x0) / length, uy = (y1 - y0) / length;
         const weight = Math.sqrt(mass / top), head = 0.22 + 0.2 * weight;
         const bx = x1 - ux * head, by = y1 - uy * head;
-        arrow.setAttribute("d", `M${x0} ${y0}L${x1} ${y1}M${bx - uy * head * 0.6} ${by + ux * head * 0.6}L${x1} ${y1}L${bx + uy * head * 0.6} ${by - ux * head * 0.6}`);
-        arrow.setAttribute("fill", "none");
-        arrow.setAttribute("stroke", "currentColor");
-        arrow.setAttribute("stroke-linecap", "round");
-        arrow.setAttribute("stroke-linejoin", "round");
-        arrow.setAttribute("stroke-width", (0.03 + 0.13 * weight) * ex.width / 28);
-        arrow.setAttribute("opacity", 0.35 + 0.6 * weight);
-        return arrow;
+        const d = `M${x0} ${y0}L${x1} ${y1}M${bx - uy * head * 0.6} ${by + ux * head * 0.6}L${x1} ${y1}L${bx + uy * head * 0.6} ${by - ux * head * 0.6}`;
+        const width = (0.06 + 0.12 * weight) * ex.width / 28;
+        return [make("path", { class: "halo", d, "stroke-width": 2.6 * width }), make("path", { class: "arrow", d, "stroke-width": width, opacity: 0.5 + 0.5 * weight })];
       }));
     };
     $("ex-run").addEventListener("change", (e) => { run = runs.find((r) => String(r.k) === e.target.value); open(); });

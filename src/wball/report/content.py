@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from wball.evaluation.requirements import Comparison, Requirement
 from wball.evaluation.result import PLAN, Evaluation
 from wball.report.classes import by_class
-from wball.report.pictures import change_uri, common_scale, image_uri
+from wball.report.pictures import change_uri, image_uri
 from wball.report.ranking import Ranking, median_distance, rank, ranking_csv, shared_radii
 from wball.report.transport import plan_moves
 
@@ -43,7 +42,6 @@ def make_content(
     ranking = rank(evaluations, distinct_names(evaluations), gate)
     names = [row.name for row in ranking.rows]
     evaluations = [evaluations[row.index] for row in ranking.rows]
-    scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
     kinds = {e.settings["ball"]["kind"] for e in evaluations}
     subject = f"{'Wasserstein a' if kinds == {'WassersteinBall'} else 'A'}dversarial robustness"
     each = max(1, IMAGES // len(evaluations))
@@ -52,7 +50,6 @@ def make_content(
         "title": f"{subject}: {names[0] if len(names) == 1 else f'{len(names)} models'}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
-        "scale": scale,
         "ranking": ranking,
         "comparisons": _comparisons(evaluations, names, ranking),
         "csv": ranking_csv(evaluations, names),
@@ -64,7 +61,7 @@ def make_content(
         "rows": _rows(evaluations),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
         "cards": sorted(
-            (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)),
+            (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each)),
             key=lambda card: list(OUTCOMES).index(card["outcome"]),
         ),
         "classes": list(
@@ -72,12 +69,11 @@ def make_content(
         ),
         "outcomes": OUTCOMES,
         "tone": TONE,
-        "explorable": any(_explored(e).numel() for e in evaluations),
+        "explorable": any(_shows_images(e) and e.explorer for e in evaluations),
         "data": {
             "unit": evaluations[0].unit,
-            "scale": scale,
             "runs": [
-                {"name": name, "curve": _curve(e), "explorer": _explorer(e, scale)}
+                {"name": name, "curve": _curve(e), "explorer": _explorer(e)}
                 for e, name in zip(evaluations, names, strict=True)
             ],
         },
@@ -247,22 +243,7 @@ def _shows_images(e: Evaluation) -> bool:
     return "original" in e.exhibit and e.exhibit["original"].ndim == 4
 
 
-def _changes(e: Evaluation) -> Tensor:
-    """Perturbations of the stored examples, for the colour scale."""
-    if not _shows_images(e) or "original" not in e.examples:
-        return torch.zeros(0, 1, 1, 1)
-    return e.examples["adversarial"] - e.examples["original"]
-
-
-def _explored(e: Evaluation) -> Tensor:
-    """Perturbations of the explorer's images, for the colour scale."""
-    if not _shows_images(e) or "explorer" not in e.exhibit:
-        return torch.zeros(0, 1, 1, 1)
-    where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"])
-    return e.exhibit["explorer"] - e.exhibit["original"][where].unsqueeze(1)
-
-
-def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list[dict[str, Any]]:
+def _cards(e: Evaluation, name: str, run: int, count: int) -> list[dict[str, Any]]:
     """The gallery: broken images, smallest distance first, then those that survived or were
     misclassified."""
     if not _shows_images(e):
@@ -299,7 +280,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
                 "distance": float(e.images["distance"][i]),
                 "bound": int(e.images["proof"][i]) == PLAN,
                 "read_as": e.class_name(int(e.images["read_as"][i])),
-                "change": change_uri(z - x, scale),
+                "change": change_uri(z - x),
                 "adversarial": image_uri(z),
             }
         cards.append(card)
@@ -309,31 +290,31 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
     return cards
 
 
-def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
+def _explorer(e: Evaluation) -> dict[str, Any] | None:
     """Images of the explorer at every radius, with the moves that lead to them."""
-    if not _shows_images(e) or "explorer" not in e.exhibit:
+    if not _shows_images(e) or not e.explorer:
         return None
-    shown, radii = e.exhibit["explorer_index"].tolist(), e.exhibit["explorer_radii"].tolist()
-    where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"]).tolist()
+    shown, radii = e.explorer["index"].tolist(), e.explorer["radii"].tolist()
+    where = torch.searchsorted(e.exhibit["index"], e.explorer["index"]).tolist()
     items = []
     for k, i in enumerate(shown):
         x = e.exhibit["original"][where[k]]
-        label = int(e.images["label"][i])
+        label, most = int(e.images["label"][i]), (e.explorer["images"][k] - x).abs().max()
         states = []
         for r in range(len(radii)):
-            z = e.exhibit["explorer"][k, r]
-            read_as = int(e.exhibit["explorer_read_as"][k, r])
+            z = e.explorer["images"][k, r]
+            read_as = int(e.explorer["read_as"][k, r])
             moves = plan_moves(e.settings["ball"], x, z)
             states.append(
                 {
                     "z": image_uri(z),
-                    "change": change_uri(z - x, scale),
+                    "change": change_uri(z - x, float(most)),
                     "read_as": e.class_name(read_as),
                     "wrong": read_as != label,
                     "arrows": [] if moves is None else moves.arrows,
-                    "moved": None if moves is None else round(moves.moved, 5),
+                    "moved": None if moves is None else float(f"{moves.moved:.3g}"),
                     "farthest": None if moves is None else round(moves.farthest, 3),
-                    "largest": round(float((z - x).abs().max()), 4),
+                    "largest": float(f"{(z - x).abs().max():.3g}"),
                 }
             )
         radius = float(e.images["radius"][i])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wball.evaluation.result import Evaluation
+from wball.report.pictures import strongest
 from wball.storage.files import write_whole
 from wball.storage.names import file_name
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 3.4
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07900", "#56b4e9", "#777777")
+"""The colours of the page (``style.css``)."""
+BANDS = 3
+"""Evaluations up to which intervals are drawn as bands."""
 MARKERS = "osD^vPX"
 FORMATS = ("pdf", "png", "svg")
 STYLE: dict[str, Any] = {
@@ -43,8 +47,8 @@ STYLE: dict[str, Any] = {
 
 
 def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """Accuracy against eps, one line per evaluation; certified accuracy dotted in the same
-    colour."""
+    """Accuracy against eps, one line per evaluation with its 95 % intervals as a band; certified
+    accuracy dotted in the same colour."""
     figure = new_figure((WIDTH, 0.72 * WIDTH))
     axes = figure.subplots()
     for k, e in enumerate(evaluations):
@@ -54,6 +58,9 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
             "marker": MARKERS[k % len(MARKERS)],
         }
         eps = [p.eps for p in points]
+        if len(evaluations) <= BANDS:
+            low, high = ([100 * p.interval[end] for p in points] for end in (0, 1))
+            axes.fill_between(eps, low, high, color=style["color"], alpha=0.1, lw=0)
         axes.plot(
             eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style
         )
@@ -84,7 +91,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         evaluation.examples["original"][chosen].float(),
         evaluation.examples["adversarial"][chosen].float(),
     )
-    change = (z - x).mean(1)
+    change = strongest(z - x)
     scale = float(change.abs().max()) or 1.0
     figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.9))
     grid = figure.subplots(3, len(chosen), squeeze=False)
@@ -104,7 +111,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         )
         grid[0, k].set_title(plain(f"{label}\n→ {read_as}"), fontsize=5, pad=2)
         distance = float(evaluation.images["distance"][int(index[i])])
-        grid[2, k].set_xlabel(f"{distance:.3f}", fontsize=7, labelpad=2)
+        grid[2, k].set_xlabel(f"{distance:.3g}", fontsize=7, labelpad=2)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
         axis.grid(False)

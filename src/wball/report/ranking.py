@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wball.evaluation.exhibit import spread
+from wball.evaluation.exhibit import evenly
 from wball.evaluation.requirements import Interval
 from wball.evaluation.result import PLAN, CurvePoint, Evaluation
 from wball.storage.names import printable
@@ -21,6 +21,11 @@ TEX = str.maketrans(
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
 """How characters that mean something to TeX are written."""
+COLUMNS = (
+    "model", "data", "images", "unit", "eps", "accuracy", "accuracy_low", "accuracy_high",
+    "certified", "broken", "median_distance", "reliable",
+)  # fmt: skip
+"""Columns of the CSV table."""
 SHOWN = 6
 """Largest number of radii in the table; the chart and the table of values show all."""
 
@@ -54,11 +59,12 @@ class Ranking:
     """Evaluations from the most to the least robust.
 
     Models are ranked by robust accuracy at ``reference``, then by its mean over the shared radii,
-    then by clean accuracy. Quick looks come after reliable evaluations. Evaluations with doubts
-    come last and have no rank: their accuracy may be too high.
+    then by clean accuracy; ``reason`` says why at this radius. Quick looks come after reliable
+    evaluations. Evaluations with doubts come last and have no rank: their accuracy may be too high.
     """
 
     reference: float
+    reason: str
     radii: tuple[float, ...]
     rows: tuple[Row, ...]
     same_data: bool
@@ -70,9 +76,11 @@ def rank(
     """Rank evaluations, which have radii in the same unit, at ``reference`` or a middle radius."""
     shared = shared_radii(evaluations)
     every = sorted({r for e in evaluations for r in e.radii})
+    reason = "the radius of the requirement"
     if reference not in shared:
         reference = shared[len(shared) // 2] if shared else every[0]
-    shown = spread(torch.tensor(shared or every, dtype=torch.float64), SHOWN).tolist()
+        reason = "the middle of the evaluated radii" if len(every) > 1 else "the evaluated radius"
+    shown = evenly(torch.tensor(shared or every, dtype=torch.float64), SHOWN).tolist()
     if reference not in shown:
         shown = sorted({*shown[:-1], reference})
 
@@ -86,6 +94,7 @@ def rank(
     places = iter(range(1, len(order) + 1))
     return Ranking(
         reference,
+        reason,
         tuple(shown),
         tuple(_row(evaluations[k], k, names[k], places, shown) for k in order),
         len({e.settings["data"]["sha256"] for e in evaluations}) == 1,
@@ -102,8 +111,7 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
     """A CSV table with one line per model and radius; accuracies are fractions of all images."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    head = "model data images unit eps accuracy accuracy_low accuracy_high certified broken median_distance reliable"
-    writer.writerow(head.split())
+    writer.writerow(COLUMNS)
     for k, e in enumerate(evaluations):
         median, _ = median_distance(e)
         for p in e.curve():

@@ -617,7 +617,7 @@ def _bar(
 ) -> Iterator[Callable[[int], None]]:
     """A progress bar for the run: a function that moves it to a step."""
     wanted = main and (sys.stderr.isatty() if show is None else show)
-    with progress_bar(config.name, per_epoch * config.epochs, "of the steps", show=wanted) as bar:
+    with progress_bar(config.name, per_epoch * config.epochs, show=wanted) as bar:
 
         def tick(step: int) -> None:
             bar.stage(1, f"{config.name}, epoch {min(config.epochs, (step - 1) // per_epoch + 1)}")

@@ -57,6 +57,26 @@ class Normalized(nn.Module):
         return self.model((x - self.mean) / self.std)
 
 
+class Binary(nn.Module):
+    """Two logits from a model of two classes that returns one number per image: the logit of class
+    1 or, with ``probability``, its probability.
+
+    >>> Binary(nn.Flatten(), probability=True)(torch.tensor([[0.5], [1.0]])).argmax(1)
+    tensor([0, 1])
+    """
+
+    def __init__(self, model: nn.Module, probability: bool = False) -> None:
+        super().__init__()
+        self.model, self.probability = model, probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = self.model(x).reshape(-1)
+        if self.probability:
+            tiny = torch.finfo(score.dtype).tiny
+            score = score.clamp(min=tiny).log() - (1 - score).clamp(min=tiny).log()
+        return torch.stack([torch.zeros_like(score), score], 1)
+
+
 class Binarize(nn.Module):
     """``1 where x >= 0.5, else 0``, with the gradient of the identity (straight-through).
 

@@ -135,7 +135,7 @@ def verify(
     except (Unfollowed, UnsupportedModule) as error:
         reason = str(error)
     title = f"verify, at most {time_limit * len(claimed):.0f} s"
-    with bar(title, len(claimed), "of the certificates", show=progress) as shown:
+    with bar(title, len(claimed), show=progress) as shown:
         for k in claimed:
             status[k] = VerificationStatus.UNFOLLOWED
             shown.advance(1)

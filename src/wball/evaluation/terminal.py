@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wball.display import percent
-from wball.evaluation.result import Evaluation
 from wball.storage.names import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from wball.evaluation.result import Evaluation
 
 
 def table(evaluation: Evaluation) -> Table:
@@ -56,7 +57,7 @@ def verdict(evaluation: Evaluation) -> str:
     if base := evaluation.baseline:
         said += (
             f"\nwithout an attack, accuracy: {percent(base['shifted'])} on images shifted by one pixel, "
-            f"{percent(base['random'][-1])} at random points of the ball of radius "
+            f"{percent(base['random'][evaluation.radii[-1]])} at random points of the ball of radius "
             f"{evaluation.radii[-1]:g}"
         )
     if evaluation.doubts:
