@@ -3,7 +3,7 @@
 ``calls`` times the public calls and ``growth`` how they grow. ``public`` attacks public networks,
 ``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
 certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
-``predecessors`` runs the attacks of others. Each has a ``--help`` of its own and writes
+``predecessors`` runs the attacks of others, ``smoothing`` their certificates. Each has a ``--help`` of its own and writes
 ``results/NAME.json`` after every row.
 """
 
@@ -22,6 +22,7 @@ NAMES = (
     "validity",
     "soundness",
     "predecessors",
+    "smoothing",
 )
 
 

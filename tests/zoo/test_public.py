@@ -169,7 +169,7 @@ def test_unknown_names_list_both_kinds() -> None:
 
 
 def test_the_index_is_pinned_and_complete() -> None:
-    assert len(public_models()) == 8 and not set(public_models()) & set(wball.list_models())
+    assert len(public_models()) == 15 and not set(public_models()) & set(wball.list_models())
     for name, entry in public_models().items():
         assert re.fullmatch("[0-9a-f]{40}", entry.commit) and re.fullmatch(
             "[0-9a-f]{64}", entry.sha256
