@@ -30,7 +30,7 @@ from wball.certificates.smoothing import laplace_radius, lower_confidence
 RADII = PROTOCOLS["mnist"].certified
 NOISES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 SELECT, ALPHA = 1_000, 0.05
-"""Votes that choose the class, and the probability that a statement is wrong: as in their script."""
+"""Votes that choose the class, and probability that a statement is wrong: those of their script."""
 
 
 @dataclass(frozen=True)

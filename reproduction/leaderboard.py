@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from reproduction.measure import certified, evaluated, predicted, smoothed
+from reproduction.measure import certified, evaluated, predicted
 from reproduction.workshop import Data, Settings, Subject, Workshop
 from wball import provenance
 from wball.attacks import StandardAttack
@@ -36,11 +36,6 @@ METHOD: Method = "anchored"
 DEEPEST = 6
 """Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take
 minutes."""
-SAMPLES, SELECT, ALPHA = 10_000, 1_000, 0.05
-"""Of Levine and Feizi's certificate, as their script has them."""
-NOISES = (0.005, 0.01, 0.02, 0.05)
-"""Standard deviations of the smoothing noise: the smaller ones of their public networks. Two of
-these networks are at hand; their classifiers are smoothed by every level."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,6 @@ PROTOCOLS = {
             "mnist-adversarial-cnn",
             "mnist-certified-far",
             "mnist-certified",
-            "mnist-anchored",
             "wong2019-mnist-standard",
             "mnist-adversarial",
             "wong2019-mnist-linf",
@@ -87,6 +81,13 @@ PROTOCOLS = {
             "mnist-adversarial-paper",
             "mnist-linf-provable",
             "mnist-binarized",
+            "levine2020-mnist-flow-0.02",
+            "levine2020-mnist-flow-0.1",
+            "levine2020-mnist-flow-0.2",
+            "levine2020-mnist-flow-0.5",
+            "levine2020-mnist-laplace-0.005",
+            "levine2020-mnist-laplace-0.05",
+            "levine2020-mnist-laplace-0.1",
         ),
     ),
     "cifar10": Protocol(
@@ -97,8 +98,8 @@ PROTOCOLS = {
         ("cifar10-adversarial", "cifar10-certified", "cifar10-certified-deep", "cifar10-small"),
     ),
 }
-QUICK_IMAGES, QUICK_PROOFS, QUICK_SAMPLES = 20, 5, 200
-PARTS = ("attack", "smoothing", "certificate")
+QUICK_IMAGES, QUICK_PROOFS = 20, 5
+PARTS = ("attack", "certificate")
 """What a row is made of, in the order in which it is measured."""
 WRONG = "-"
 """Marks a misclassified image in a row's outcomes."""
@@ -171,11 +172,10 @@ def is_current(shop: Workshop, row: Data | None, part: str, images: int) -> bool
         same = all(row[part].get(k) == now[k] for k in ("version_number", "members"))
         return same and row["images"] >= images
     known = row[part]
-    if known is None or "skipped" in known:
-        return known is not None or _noise(shop, row["name"]) is None
-    wanted = NOISES if part == "smoothing" else PROTOCOLS[row["dataset"]].certified
-    has = known["noises" if part == "smoothing" else "accuracy"]
-    complete = all(f"{value:g}" in has for value in wanted)
+    if "skipped" in known:
+        return True
+    wanted = PROTOCOLS[row["dataset"]].certified
+    complete = all(f"{value:g}" in known["accuracy"] for value in wanted)
     return complete and known["images"] >= _proved(shop, row["dataset"], images)
 
 
@@ -190,8 +190,6 @@ def measured(
         row = {**_about(shop, subject, dataset), **kept, **_attacked(shop, subject, x, y)}
     if part == "certificate":
         row["certificate"] = _proofs(shop, subject, x[:few], y[:few], protocol)
-    elif part == "smoothing":
-        row["smoothing"] = _smoothing(shop, subject, x[:few], y[:few], protocol)
     proofs = row.get("certificate", {})
     row["flags"] = list(row["attack"].get("warnings", ()))
     if "outcomes" in proofs and "outcomes" in row:
@@ -259,43 +257,6 @@ def contradictions(attacked: str, proved: str, protocol: Protocol) -> int:
         outcome != WRONG and broken_at[int(outcome)] <= certified_at[int(count)]
         for outcome, count in zip(attacked, proved, strict=False)
     )
-
-
-def _noise(shop: Workshop, name: str) -> float | None:
-    public = shop.public.get(name)
-    return None if public is None else public.noise
-
-
-def _smoothing(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol
-) -> Data | None:
-    """Levine and Feizi's certificate of a model that was trained for it, at several noise levels.
-
-    By their rule and by the tight one, from the same votes. Their radius for a class of probability
-    at least ``p`` under Laplace noise of scale ``s`` is ``s / 2 log(p / (1 - p))`` in Manhattan
-    distance.
-    """
-    if _noise(shop, subject.name) is None:
-        return None
-    samples, noises, spent = QUICK_SAMPLES if shop.quick else SAMPLES, {}, 0.0
-    for noise in NOISES:
-        scale = noise / math.sqrt(2)
-        part, seconds = smoothed(shop, subject, x, y, scale, samples, min(samples, SELECT), ALPHA)
-        p = part["probability"].clamp(0.5, 1 - 1e-12)
-        theirs = scale / 2 * (p / (1 - p)).log() / math.sqrt(2)
-        noises[f"{noise:g}"] = {
-            rule: {f"{r:g}": float((radius > r).double().mean()) for r in protocol.certified}
-            for rule, radius in (("authors", theirs), ("tight", part["radius"]))
-        }
-        spent += seconds
-    return {
-        "images": len(x),
-        "samples": samples,
-        "alpha": ALPHA,
-        "noises": noises,
-        "seconds": round(spent, 1),
-        "commit": shop.commit,
-    }
 
 
 def _dataset(shop: Workshop, name: str) -> str:

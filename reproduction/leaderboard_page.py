@@ -3,11 +3,11 @@ rows alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled
-from reproduction.page import template
+from reproduction.page import folded, template
 from reproduction.tables import Table, points
 from reproduction.workshop import Data
 from wball.attacks.standard import VERSION
@@ -21,19 +21,13 @@ OURS = "standard"
 """The first members of StandardAttack."""
 
 
-def tables(content: Data, complete: Sequence[Data] = ()) -> list[Table]:
-    """Per data set: models ranked under attack, and their certificates.
-
-    ``complete`` has the rows of complete verification.
-    """
+def tables(content: Data) -> list[Table]:
+    """Per data set: models ranked under attack, and their certificates."""
     made = []
     for dataset, protocol in PROTOCOLS.items():
         rows = [row for row in content["rows"] if row["dataset"] == dataset]
         if rows:
-            made += [
-                _attacked(dataset, protocol, rows),
-                _certified(dataset, protocol, rows, complete),
-            ]
+            made += [_attacked(dataset, protocol, rows), _certified(dataset, protocol, rows)]
     return [table for table in made if table.rows]
 
 
@@ -62,9 +56,7 @@ def is_latest(row: Data) -> bool:
     return bool(row["attack"].get("version_number") == VERSION)
 
 
-def _certified(
-    dataset: str, protocol: Protocol, rows: Sequence[Data], complete: Sequence[Data]
-) -> Table:
+def _certified(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
     radii = [f"{r:g}" for r in protocol.certified]
     shown = [row for row in rows if "accuracy" in row.get("certificate", {})]
     cells = [_marked([row["certificate"]["accuracy"].get(r) for row in shown]) for r in radii]
@@ -74,19 +66,46 @@ def _certified(
             f"{row['certificate']['images']:,}",
             f"{100 * row['certificate']['clean']:.1f}",
             *(column[place] for column in cells),
-            "; ".join(
-                f"{100 * found['proved']:.1f} of {100 * found['clean']:.1f} at {found['eps']:g} ({found['images']:,})"
-                for found in complete
-                if found["model"] == row["name"]
-            )
-            or None,
         ]
         for place, row in enumerate(shown)
     ]
-    head = ["model", "images", "clean", *radii, "complete verification (images)"]
-    return Table(
-        head, body, f"{dataset_info(dataset).title}: certified accuracy in percent, by eps"
+    head = ["model", "images", "clean", *radii]
+    title = f"{dataset_info(dataset).title}: certified accuracy in percent, by eps"
+    return Table(head, body, title)
+
+
+def complete(rows: Sequence[Data]) -> Table:
+    """What complete verification proved, disproved and left open: each row has a radius, a limit
+    and digits of its own."""
+    shares = ("clean", "proved", "broken", "undecided")
+    body = [
+        [f"`{row['model']}`", f"{row['eps']:g}", f"{row['images']:,}"]
+        + [points(row[key]) for key in shares]
+        + [f"{row['time_limit']:.3g} s"]
+        for row in rows
+    ]
+    head = ["model", "eps", "digits", *shares, "longest limit of a digit"]
+    return Table(head, body, "MNIST: complete verification in percent; rows are not comparable")
+
+
+def smoothing(found: Data) -> Table:
+    """The best smoothed classifiers of Levine and Feizi at each radius, by number of votes."""
+    rows = [row for row in found["rows"] if row["stage"] == "full"]
+    body = list[list[str | None]]()
+    for votes in sorted({row["votes"] for row in rows}):
+        for eps in map("{:g}".format, PROTOCOLS["mnist"].certified):
+            here = [row for row in rows if row["votes"] == votes]
+            best, tight = (max(here, key=lambda r: r[rule][eps]) for rule in ("authors", "tight"))
+            said = [
+                f"{points(r[rule][eps])} (`{r['model'].removeprefix('levine2020-mnist-')}`, {r['noise']:g})"
+                for r, rule in ((best, "authors"), (tight, "tight"))
+            ]
+            body.append([eps, f"{votes:,}", f"{best['images']:,}", *said])
+    head = ["eps", "votes", "digits", "their radius (network, noise)", "our tight radius"]
+    title = (
+        "MNIST: smoothed classifiers of Levine and Feizi 2020, best certified accuracy in percent"
     )
+    return Table(head, body, title)
 
 
 def predecessors(content: Data, others: Data) -> Table:
@@ -108,10 +127,24 @@ def predecessors(content: Data, others: Data) -> Table:
         if any(cells):
             body.append([f"`{row['name']}`", *cells])
     title = (
-        f"Best of three predecessors' attacks with {steps} gradients / first members of "
+        f"Best of the predecessors' attacks with {steps} gradients / first members of "
         f"StandardAttack with {steps} / StandardAttack, by eps"
     )
     return Table(["network", *map("{:g}".format, radii)], body, title)
+
+
+def fixed_radius(content: Data, others: Data) -> Table:
+    """The attack of Hu et al. where it was run, and ours on the same digits."""
+    rows, radii = {row["name"]: row for row in content["rows"]}, PROTOCOLS["mnist"].radii
+    body = list[list[str | None]]()
+    for tried in (r for r in others["rows"] if r["method"] == "sinkhorn"):
+        row = rows[tried["model"]]
+        place, few = radii.index(tried["eps"]), row["outcomes"][: tried["images"]]
+        ours = sum(o != "-" and int(o) > place for o in few) / len(few)
+        body.append([f"`{tried['model']}`", f"{tried['eps']:g}", f"{len(few):,}"])
+        body[-1] += [f"{tried['robust']:.1f}", points(ours)]
+    head = ["network", "eps", "digits", "attack of Hu et al.", "StandardAttack, same digits"]
+    return Table(head, body, f"Attack of Hu et al. at a fixed radius, {others['steps']} gradients")
 
 
 def _marked(values: Sequence[float | None]) -> list[str | None]:
@@ -133,22 +166,48 @@ def photos(found: Data) -> Table:
 
 
 def page(content: Data, results: Path) -> str:
-    """The page of a board, with what else is known in a folder of results."""
-    complete = _known(results / "complete_mnist.json").get("rows", ())
-    shown, others = tables(content, complete), _known(results / "predecessors.json")
-    shown += [predecessors(content, others)] if others else []
-    crops = _known(results / "photos.json")
+    """The page of a board, with what else is known in a folder of results: what a reader decides
+    with first, the rest folded."""
+    shown = tables(content)
     notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
     if not all(map(is_latest, content["rows"])):
         notes.append("- † measured with an earlier version of the attack.")
-    parts = (
+    parts = [
         template("leaderboard.md"),
         *(table.markdown() for table in shown if table.rows),
         "\n".join(notes),
-        template("submission.md"),
-        *([template("photos.md"), photos(crops).markdown()] if crops else []),
-    )
+    ]
+    for title, text, sources in FOLDED:
+        made = [
+            made(content, _known(results / file))
+            for file, made in sources
+            if _known(results / file)
+        ]
+        if made or not sources:
+            parts.append(folded(title, [template(text), *(table.markdown() for table in made)]))
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+FOLDED: Sequence[tuple[str, str, Sequence[tuple[str, Callable[[Data, Data], Table]]]]] = (
+    (
+        "Predecessors' attacks on the same digits",
+        "predecessors.md",
+        (("predecessors.json", predecessors), ("predecessors.json", fixed_radius)),
+    ),
+    (
+        "Predecessors' certificates",
+        "smoothing.md",
+        (("smoothing.json", lambda _, found: smoothing(found)),),
+    ),
+    (
+        "Complete verification",
+        "complete.md",
+        (("complete_mnist.json", lambda _, found: complete(found["rows"])),),
+    ),
+    ("Photos", "photos.md", (("photos.json", lambda _, found: photos(found)),)),
+    ("Missing models, and how to add one", "submission.md", ()),
+)
+"""Title, introduction, and the tables with the results they come from."""
 
 
 def _known(path: Path) -> Data:

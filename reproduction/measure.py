@@ -25,7 +25,7 @@ from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.standard import Version
 from wball.auditing.violations import MASS_TOL
 from wball.ball import WassersteinBall
-from wball.certificates import FlowSmoothing, certify
+from wball.certificates import certify
 from wball.certificates.certificate import Method
 from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
@@ -175,47 +175,6 @@ def certified(
     )
     shop.spent += spent
     return radius, spent
-
-
-def smoothed(
-    shop: Workshop,
-    subject: Subject,
-    x: Tensor,
-    y: Tensor,
-    scale: float,
-    samples: int,
-    select: int,
-    alpha: float,
-) -> tuple[dict[str, Tensor], float]:
-    """The smoothed model's certificate where it is right (else -1): its class's ``probability``,
-    and a ``radius``."""
-
-    def votes() -> dict[str, Tensor]:
-        smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
-        generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
-        found = smooth.certify(x, samples, select, alpha, generator)
-        good = ~found.abstained & (found.prediction == y)
-        return {
-            name: torch.where(good, getattr(found, name), -1.0)
-            for name in ("probability", "radius")
-        }
-
-    depends = [
-        subject.sha256,
-        provenance.fingerprint(x, y),
-        scale,
-        samples,
-        select,
-        alpha,
-        shop.settings.seed,
-    ]
-    with shop.part(f"{subject.name}.smoothing", depends) as folder:
-        part, seconds = shop.once(folder / "part.safetensors", votes)
-    shop.spent += seconds
-    shop.say(
-        f"{subject.name}, flow smoothing of scale {scale:g}: votes on {len(x)} images ({seconds:.1f} s)"
-    )
-    return part, seconds
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -18,6 +18,12 @@ ASSETS = "assets/reproduction"
 def template(name: str) -> str:
     """The introduction of a page: a file beside this one."""
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def folded(title: str, parts: Iterable[str]) -> str:
+    """A part of a page that opens on a click, here and where the repository is shown."""
+    inner = "\n\n".join(part.strip() for part in parts)
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{inner}\n\n</details>'
 
 
 def text(results: Mapping[str, dict[str, Any]], recipes: Mapping[str, Recipe]) -> str:

@@ -67,3 +67,7 @@ GALLERY_SCALE = 0.165
 """Largest total change of a pixel over the three channels in the CIFAR-10 gallery."""
 
 LAMBDAS, POWERS = (1.0, 10.0, 100.0, 500.0, 1000.0), (1.0, 2.0, 3.0, 4.0, 5.0)
+
+SECONDS_PER_ITERATION, ITERATIONS, OPERATIONS = 0.02, (30, 40), 8
+"""Projected Sinkhorn: on 100 CIFAR-10 images with 5 x 5 plans on a Titan X; operations of an
+iteration."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reproduction import authors, certificates, curves, nominal, page, pictures
+from reproduction import authors, certificates, curves, nominal, page, pictures, timings
 from reproduction.recipe import Recipe
 from reproduction.tables import Table
 from reproduction.workshop import Clock, Settings, Workshop
@@ -27,6 +27,7 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         nominal.RECIPE,
+        timings.RECIPE,
         pictures.SIX_PIXELS,
         pictures.VERSUS,
         pictures.DIGITS,

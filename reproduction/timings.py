@@ -5,25 +5,21 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reproduction import published
-from reproduction.nominal import TITLES
 from reproduction.recipe import Recipe
 from reproduction.tables import Table
 from reproduction.workshop import Clock, Data, Workshop
 from wball.ball import WassersteinBall
 from wball.cost import DenseCost
-from wball.data import load_sample
+from wball.data import dataset_info, load_sample
 from wball.paper import conjugate_sinkhorn, projected_sinkhorn
 from wball.result import ProjectionResult, SinkhornResult, SupportResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Solved = ProjectionResult | SinkhornResult | SupportResult
 CASES = {"mnist": (1000.0, 0.3), "cifar10": (3000.0, 0.01)}
@@ -74,6 +70,7 @@ def measure(shop: Workshop) -> Data:
         x = load_sample(dataset, device=shop.device)[0][: 10 if shop.quick else 100]
         generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
         step = torch.randn(x.shape, generator=generator, device=x.device).sign()
+        title = dataset_info(dataset).title
         for name, way in _ways(WassersteinBall(eps), x, step, reg).items():
             result, first = _timed(way, x.device)  # may compile, and is not counted
             repeats = 1 if shop.quick or first > LONG else REPEATS
@@ -89,7 +86,7 @@ def measure(shop: Workshop) -> Data:
                 "kernel": getattr(result, "kernel", "torch"),
             }
             rows.append(row)
-            shop.say(f"{TITLES[dataset]} x {len(x)}, {name}: {_ms(seconds)}")
+            shop.say(f"{title} x {len(x)}, {name}: {_ms(seconds)}")
     counted = {
         ALGORITHM: operations(projected_sinkhorn),
         CONJUGATE: operations(conjugate_sinkhorn),
@@ -119,7 +116,7 @@ def _timed(way: Callable[[], Solved], device: torch.device) -> tuple[Solved, flo
 def tables(data: Data) -> list[Table]:
     rows = [
         [
-            f"{TITLES[r['dataset']]} x {r['batch']}, {r['way']}",
+            f"{dataset_info(r['dataset']).title} x {r['batch']}, {r['way']}",
             _ms(r["seconds"]),
             f"{r['median_iterations']}; {r['iterations']}",
             _ms(r["seconds"] / max(1, r["iterations"])) if r["way"] in data["operations"] else None,
@@ -148,14 +145,6 @@ def remarks(data: Data) -> list[str]:
         "Operations are counted while the code runs with full plans. The exponential includes the "
         "product with psi; one element-wise product cuts the window out.",
     ]
-
-
-def draw(data: Data) -> Figure:
-    from reproduction.draw import bars
-
-    labels = [f"{TITLES[row['dataset']]} x {row['batch']}, {row['way']}" for row in data["rows"]]
-    seconds = [row["seconds"] for row in data["rows"]]
-    return bars(labels, [("", seconds)], "time of a batch (s)", said=_ms, log=True)
 
 
 RECIPE = Recipe(

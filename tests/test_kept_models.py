@@ -19,7 +19,7 @@ def measured(results: Path) -> dict[str, str]:
     them."""
     found: dict[str, str] = {}
     board = results / "leaderboard.json"
-    for path in (*(results / "paper").glob("*.json"), board, results / "training_variants.json"):
+    for path in (*(results / "paper").glob("*.json"), board):
         content = json.loads(path.read_text(encoding="utf-8"))
         data = content.get("data", {"models": content.get("rows", content.get("certified"))})
         for part in data.get("sets", [data]):

@@ -23,6 +23,7 @@ from benchmarks import (
     predecessors,
     proofs,
     public,
+    smoothing,
     soundness,
     validity,
 )
@@ -56,6 +57,31 @@ def test_calls_report_the_worst_direction_at_two_radii(tmp_path: Path) -> None:
         assert row["converged"] == row["of"] == 2 and row["kernel"]
     resumed = measured(calls.main, tmp_path / "calls.json", *CALLS, "--only", "sample, mnist")
     assert resumed["rows"][:2] == found["rows"] and len(resumed["rows"]) == 4
+
+
+def test_smoothing_measures_the_best_pairs_of_network_and_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sure(nn.Module):
+        """Answers the digit's label where little noise was added."""
+
+        def forward(self, z: Tensor) -> Tensor:
+            noisy = (z.clamp(max=0).abs().sum((1, 2, 3)) > 2000).float()
+            return nn.functional.one_hot(torch.full((len(z),), 7), 10) * (1 - 2 * noisy[:, None])
+
+    monkeypatch.setattr(wball, "load_model", lambda name, **_: Sure())
+    monkeypatch.setattr(wball, "load_dataset", lambda *_: (digits()[0], torch.full((4,), 7)))
+    assert set(smoothing.networks()) > {"levine2020-mnist-flow-0.02"}
+    words = ["--device", "cpu", "--screen", "40", "2", "--full", "400", "3", "1"]
+    path = tmp_path / "s.json"
+    rows = measured(smoothing.main, path, *words, "--networks", "any")["rows"]
+    screen = {row["noise"]: row["misses"] for row in rows if row["stage"] == "screen"}
+    assert set(screen) == set(smoothing.NOISES) and screen[0.2] == [40, 40]
+    full = [row for row in rows if row["stage"] == "full"]
+    assert full and all(row["images"] == 3 and row["votes"] == 400 for row in full)
+    assert all(row["authors"][eps] <= row["tight"][eps] for row in full for eps in row["tight"])
+    assert max(row["authors"]["0.01"] for row in full) == 1.0  # noise of 0.01, unanimous
+    assert measured(smoothing.main, path, *words, "--networks", "any")["rows"] == rows
 
 
 @pytest.mark.slow

@@ -246,12 +246,6 @@ _ARCHITECTURES = {
             "ResNet-18 of a quarter of the width, with a 5 x 5 stem that can blur, for robust training",
         ),
         Architecture(
-            "mnist-shallow",
-            lambda: strided(1, ((32, 10, 4),), 7, 100),
-            (1, 28, 28),
-            "one convolution with 10 x 10 filters and two linear layers, for certificates",
-        ),
-        Architecture(
             "cifar10-resnet18",
             lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
             (3, 32, 32),
@@ -289,7 +283,7 @@ def architectures() -> dict[str, Architecture]:
     """The networks that :func:`build_model` can build, by name.
 
     >>> [name for name in architectures() if name.startswith("mnist")]
-    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-resnet', 'mnist-shallow']
+    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-resnet']
     """
     return dict(_ARCHITECTURES)
 
