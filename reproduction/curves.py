@@ -150,8 +150,8 @@ MNIST_CURVES = Recipe(
 CIFAR10_CURVES = Recipe(
     "cifar10-curves",
     "CIFAR-10: accuracy against eps, three models",
-    "Figure 5. The full training, 15 epochs from random weights, keeps 76.6 % at 0.1 (see Claims). "
-    "The *adv. training* below is shorter: 4 epochs from `cifar10-standard`",
+    "Figure 5. The *adv. training* below is short, 4 epochs from `cifar10-standard`; `cifar10-epochs` "
+    "has the whole one",
     partial(_measure, "cifar10", published.CIFAR10),
     _tables,
     _draw,

@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from wball.attacks import PGD, DualAveraging, GrowingRadius
+from wball.attacks import PGD, DualAveraging, FrankWolfe, GrowingRadius
 from wball.ball import WassersteinBall
 from wball.training import (
     Adversary,
+    Loss,
     Optimisation,
     Provable,
     TrainConfig,
@@ -54,11 +55,58 @@ CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
     summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
 )
 
+CIFAR10_STANDARD_PLAIN = dataclasses.replace(
+    packaged_preset("cifar10-standard"),
+    name="cifar10-standard-plain",
+    cutout=0,
+    loss=Loss(),
+    optimisation=dataclasses.replace(packaged_preset("cifar10-standard").optimisation, ema=0.0),
+    summary="ResNet-18 with standard training, without label smoothing, cutout and averaged weights.",
+)
+
+# As in the scripts of the two papers, but every adversarial image is in the ball, box included.
+CIFAR10_ADVERSARIAL_WU = TrainConfig(
+    "cifar10-adversarial-wu",
+    "cifar10",
+    "cifar10-resnet18",
+    epochs=50,
+    optimisation=Optimisation(lr=0.01, nesterov=True, schedule="constant", channels_last=True),
+    adversary=Adversary(FrankWolfe(WassersteinBall(0.005), steps=30, until_success=False)),
+    evaluation=CIFAR10_ADVERSARIAL_PAPER.evaluation,
+    summary="ResNet-18 and the adversarial training of Wu, Wang and Yu 2020: Frank-Wolfe at eps 0.005.",
+)
+
+CIFAR10_ADVERSARIAL_HU = TrainConfig(
+    "cifar10-adversarial-hu",
+    "cifar10",
+    "cifar10-resnet18",
+    epochs=200,
+    batch_size=512,
+    augment=4,
+    flip=True,
+    optimisation=Optimisation(schedule="constant", channels_last=True),
+    adversary=Adversary(
+        PGD(
+            WassersteinBall(0.1),
+            steps=10,
+            step_size=0.1,
+            reg=3000.0,
+            growth=GrowingRadius(1.5, 1),
+            max_iter=10,
+        )
+    ),
+    evaluation=CIFAR10_ADVERSARIAL_PAPER.evaluation,
+    summary="ResNet-18 and the adversarial training of Hu et al. 2020: projected Sinkhorn with the box.",
+)
+
 _PRESETS = {
     config.name: config
     for config in (
         CIFAR10_LINF_PROVABLE,
         CIFAR10_ADVERSARIAL_PAPER,
+        CIFAR10_STANDARD_PLAIN,
+        CIFAR10_ADVERSARIAL_WU,
+        CIFAR10_ADVERSARIAL_HU,
     )
 }
 

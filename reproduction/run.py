@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reproduction import authors, certificates, curves, nominal, page, pictures, timings
+from reproduction import authors, certificates, curves, nominal, page, pictures, timings, trained
 from reproduction.recipe import Recipe
 from reproduction.tables import Table
 from reproduction.workshop import Clock, Settings, Workshop
@@ -33,6 +33,9 @@ RECIPES: dict[str, Recipe] = {
         pictures.DIGITS,
         curves.MNIST_CURVES,
         curves.CIFAR10_CURVES,
+        trained.CIFAR10_TRICKS,
+        trained.CIFAR10_EPOCHS,
+        trained.EPOCHS,
         pictures.GALLERY,
         authors.RECIPE,
         curves.WINDOW_SIZES,

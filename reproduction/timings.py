@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -126,11 +126,20 @@ def tables(data: Data) -> list[Table]:
     ]
     head = ["one batch", "time", "iterations (median; most)", "per iteration", "converged"]
     counted = [
-        [way, str(sum(counts.values())), ", ".join(f"{n} {kind}" for kind, n in counts.items())]
-        for way, counts in data["operations"].items()
+        [way, str(sum(counts.values())), told(counts)] for way, counts in data["operations"].items()
     ]
     said = ["algorithm", "O(n²) operations of an iteration", "of which"]
     return [Table(head, rows, f"tol {data['tol']:g}"), Table(said, counted)]
+
+
+def told(counts: Mapping[str, int]) -> str:
+    """
+    >>> told({"exponentials": 1, "products": 3})
+    '1 exponential, 3 products'
+    """
+    return ", ".join(
+        f"{n} {kind.removesuffix('s') if n == 1 else kind}" for kind, n in counts.items()
+    )
 
 
 def _ms(seconds: float) -> str:

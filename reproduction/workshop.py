@@ -36,6 +36,7 @@ from wball.zoo.public import PublicModel, models_folder
 Data = dict[str, Any]
 """What a recipe measures: plain data, as its JSON file has them."""
 ENDINGS = (".safetensors", ".pth", ".pt")
+TRAINED = "trained here by its preset"
 
 
 class MissingModel(ValueError):
@@ -238,7 +239,7 @@ class Workshop:
                 data, test = (self._loaded(config.dataset, kind) for kind in ("train", "test"))
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
                 train(config, data, test, out=folder, device=self.device, progress=False)
-        return *_load(name, weights), "trained here by its preset"
+        return *_load(name, weights), TRAINED
 
     def _stored(self, name: str) -> Path | None:
         """The file in the models' folder: there, in a folder of its own, or as an earlier run of
