@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from reproduction import authors, certificates, curves, measure, pictures, published
+from reproduction import authors, certificates, curves, measure, pictures, published, timings
 from reproduction.run import RECIPES
 from reproduction.tables import unpack
 from reproduction.workshop import Data, MissingModel, Settings, Workshop
@@ -117,6 +117,28 @@ def test_curves(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         # Where moves cost their square, as they do for the paper's attack, the ball is smaller.
         assert all(p["standard_attack"] <= p["same_ball"] for p in model["at"])
         assert model["standard_attack"]["examples"]["rejected"] == 0
+
+
+def test_trained_networks_meet_both_versions_of_the_attack(shop: Small) -> None:
+    for name, networks in (("epochs", 1), ("cifar10-tricks", 2)):
+        made = RECIPES[name]
+        data = made.measure(shop)
+        assert len(data["rows"]) == networks
+        for row in data["rows"]:
+            assert row["text"]["attack"].endswith("p = 1")
+            assert row["scripts"]["attack"].endswith("p = 2")
+            assert ("standard_attack" in row) == (name == "epochs")
+        first = made.tables(data)[0]
+        assert len(first.rows) == 1 + 2 * networks and made.draw is not None
+        assert first.rows[0][0] == "paper" and None not in first.rows[1]
+
+
+def test_operations_of_an_iteration_are_counted_in_the_code() -> None:
+    """Eight matrix operations, as the paper says of Algorithm 2; the conjugate has no columns to
+    solve."""
+    projected = timings.operations(wball.projected_sinkhorn)
+    assert sum(projected.values()) == 8 and projected["matrix-vector products"] == 4
+    assert sum(timings.operations(wball.conjugate_sinkhorn).values()) == 7
 
 
 def test_windows(shop: Small) -> None:
