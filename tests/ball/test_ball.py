@@ -117,7 +117,6 @@ def test_a_ball_describes_itself_and_samples_points_of_itself() -> None:
         assert ball.describe()["unit"] == ball.unit
         assert ball.contains(image(), ball.sample(image())).all()
         assert ball.contains(image(), ball.oracle(image())(torch.randn(2, 1, 4, 4)).z).all()
-        assert (ball.problem(image()) is not None) == ball.has_plans
     with pytest.raises(TypeError, match="ball must be a threat model"):
         wball.PGD("ball")  # type: ignore[arg-type]
 

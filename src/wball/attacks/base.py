@@ -34,7 +34,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -73,12 +72,12 @@ AnyState = TypeVar("AnyState", bound="State")
 Kind = TypeVar("Kind", Plan, FactoredPlan)
 
 
-def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
-    """A plan that moves nothing, for images that stay unchanged."""
+def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind | None:
+    """A plan that moves nothing, for images that stay unchanged; ``None`` if the ball has no
+    plans."""
     grid = x if x.ndim == 4 else x[:, None, None, :]
     problem = ball.problem(x)
-    assert problem is not None, "only balls with plans are asked for one"
-    return kind.identity(problem.moves(grid), grid)
+    return None if problem is None else kind.identity(problem.moves(grid), grid)
 
 
 def _at(logits: Tensor, label: Tensor) -> Tensor:
@@ -203,6 +202,12 @@ class State:
     kernel: str = "none"
     n_steps: int | Tensor = 0
 
+    @property
+    def reads_host(self) -> bool:
+        """Whether a step depends on values read from the device; otherwise it can be recorded as a
+        CUDA graph and replayed."""
+        return True
+
     def parts(self) -> tuple[object, ...]:
         """The objects whose attributes a step changes."""
         return (self,)
@@ -321,11 +326,11 @@ class AttackBatch:
             )
         return loss
 
-    def keep_proofs(self, kind: type[Kind]) -> Kind:
+    def keep_proofs(self, kind: type[Kind]) -> Kind | None:
         """Require a proof with every candidate from now on. Returns the proof of the unchanged
-        images."""
+        images; ``None`` if the ball has no plans."""
         whole = plan_of_nothing(kind, self.ball, self._all.z)
-        part = whole.take(self._active)
+        part = None if whole is None else whole.take(self._active)
         self._all_proof, self._proof = whole, part
         return part
 
@@ -483,15 +488,10 @@ class GradientAttack(Attack):
         """The gradient at the candidates, which are also offered."""
         return batch.gradient(state)
 
-    def steady(self) -> bool:
-        """Whether no step depends on values read from the device, so that one step can be recorded
-        as a CUDA graph and replayed."""
-        return False
-
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Run all steps, dropping images that are broken."""
         loop, replay, device = _Loop(self, batch, generator), None, batch.x.device
-        wanted = self.steady() and device.type in RECORDERS
+        wanted = device.type in RECORDERS and not loop.state.reads_host
         for step in range(self.n_gradients):
             if step == int(LATE * self.n_gradients):
                 batch.begin_last_steps()
@@ -516,8 +516,6 @@ class GradientAttack(Attack):
                 wanted = replay is not None
             else:
                 loop.step()
-                # A kernel that reads from the GPU cannot be recorded.
-                wanted &= not batch.x.is_cuda or state.kernel == "triton"
 
     def attack_batch(
         self, task: Task, generator: torch.Generator, progress: StepCount | None = None
@@ -608,8 +606,3 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = N
     if plan is None or problem is None:
         return ball.distance(x, z).double()
     return plan.net_cost().double() / problem.unit
-
-
-def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The options that a ball's method accepts: not every ball is solved iteratively."""
-    return {name: value for name, value in options.items() if name in signature(method).parameters}

@@ -39,6 +39,10 @@ class Potentials(State):
     b: Tensor
     oracle: Oracle
 
+    @property
+    def reads_host(self) -> bool:
+        return self.oracle.reads_host
+
     def parts(self) -> tuple[object, ...]:
         return self, self.oracle
 
@@ -74,11 +78,6 @@ class DualAveraging(SteppedAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.ball.has_plans:
-            name = type(self.ball).__name__
-            raise TypeError(
-                f"ball must have an oracle, as WassersteinBall has, got {name}; use PGD for other balls"
-            )
         inputs.check_count("sweeps", self.sweeps, 0)
         inputs.check_positive("step_size", self.step_size)
         for name, share in (("decay", self.decay), ("memory", self.memory)):
@@ -109,9 +108,6 @@ class DualAveraging(SteppedAttack):
         if batch.task.start is not None or self.random_start > 0:
             state.move()
         return state
-
-    def steady(self) -> bool:
-        return True
 
     def advance(self, state: Potentials, gradient: Tensor) -> Potentials:
         eta = self.step_size * (1 - self.decay * state.n_steps / max(1, self.steps - 1))

@@ -26,14 +26,12 @@ from wball.attacks.base import (
     SteppedAttack,
     distance_bound,
     into_box,
-    understood,
 )
 from wball.attacks.dual_averaging import normalised
-from wball.ball import Ball, WassersteinBall
+from wball.ball import Projector, WassersteinBall
 from wball.cost import GridCost
 from wball.inputs import per_image
 from wball.plan import Plan
-from wball.result import Duals
 from wball.solvers.oracle import EntropicProjection
 
 Step = Literal["linf", "l2", "wasserstein"]
@@ -68,12 +66,10 @@ class GrowingRadius:
 
 @dataclass(kw_only=True)
 class _Projected(State):
-    """The initial radius, the fused projection if a kernel provides one, and the duals of the last
-    exact projection."""
+    """The initial radius, and the projections."""
 
     eps: float | Tensor
-    fused: EntropicProjection | None
-    duals: Duals | None = None
+    projector: Projector | EntropicProjection
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,8 @@ class PGD(SteppedAttack):
         if self.step_size is not None:
             inputs.check_positive("step_size", self.step_size)
         inputs.check_choice("step", self.step, ("linf", "l2", "wasserstein"))
-        if self.step == "wasserstein" and not self.ball.has_plans:
-            raise ValueError(
-                f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}'
-            )
-        if self.mode == "paper" and not (self.ball.has_plans and math.isfinite(self.reg)):
+        paper = isinstance(self.ball, WassersteinBall) and math.isfinite(self.reg)
+        if self.mode == "paper" and not paper:
             raise ValueError(
                 'mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings'
             )
@@ -184,12 +177,13 @@ class PGD(SteppedAttack):
         if batch.task.start is not None or self.random_start:
             z = ball.sample(x, generator) if batch.task.start is None else batch.task.start
             distance = distance_bound(ball, x, z)
-        fused = self._fused(ball, x)
+        options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
+        projector = ball.projector(x, self.reg, **options)
         proof: Plan | None = None
-        # The fused projection has no plans, and neither has a given or random starting point.
-        if self.proofs and fused is None and z is x and self.mode == "exact" and ball.has_plans:
+        # Projections on a GPU have no plans, and neither has a given or random starting point.
+        if self.proofs and z is x and self.mode == "exact" and projector.reads_host:
             proof = batch.keep_proofs(Plan)
-        return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
+        return _Projected(x, ball, z, distance, proof, eps=ball.eps, projector=projector)
 
     def _grow(self, state: _Projected) -> None:
         """Increase the radius if the schedule requires it at this step."""
@@ -197,59 +191,24 @@ class PGD(SteppedAttack):
         if self.growth is None or step % self.growth.every != 0:
             return
         state.ball = state.ball.at(self.growth.at(state.eps, step))
-        if state.fused is not None:
-            problem = state.ball.problem(state.fused.x)
-            assert problem is not None
-            state.fused.within(problem)
+        state.projector.within(state.ball)
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         self._grow(state)
         w = self._ahead(state, gradient)
-        if state.fused is not None:
-            point = state.fused(w)
-            state.z, state.distance, state.kernel = (
-                point.z,
-                point.cost / state.fused.unit,
-                point.kernel,
-            )
-            return state
-        options = understood(
-            state.ball.project,
-            tol=self.tol,
-            max_iter=self.max_iter,
-            mode=self.mode,
-            init=state.duals,
-        )
-        result = state.ball.project(state.x, w, self.reg, **options)
-        state.z, state.kernel = result.point, result.kernel
-        if math.isinf(self.reg):  # entropic problems start better at their temperature
-            state.duals = result.duals
-        if self.mode == "paper":
-            state.distance = torch.full_like(state.distance, math.nan)
-            return state
-        state.distance = distance_bound(state.ball, state.x, state.z, result.stored)
-        if state.proof is not None and result.plan is not None:
-            state.proof = result.plan.cancelled()
+        point = state.projector(w)
+        state.z, state.kernel = point.z, point.kernel
+        state.distance = point.cost / state.projector.unit
+        if state.proof is not None and point.proof is not None:
+            state.proof = point.proof.written().cancelled()
         return state
-
-    def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
-        """The projection that returns no plans, if a kernel provides one."""
-        problem = ball.problem(x)
-        if problem is None or self.mode == "paper":
-            return None
-        if not EntropicProjection.serves(problem, self.reg):
-            return None
-        return EntropicProjection(problem, self.reg, tol=self.tol, max_iter=self.max_iter)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         """The point after a gradient step, before the projection."""
         z = state.z
         if self.step == "wasserstein":
             ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
-            options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
-            return ball.support(
-                into_box(z, ball.box), normalised(gradient), self.reg, **options
-            ).point
+            return ball.support(into_box(z, ball.box), normalised(gradient), self.reg).point
         alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
         if isinstance(alpha, Tensor):
             alpha = per_image(alpha.to(z), z)

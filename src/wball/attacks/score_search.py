@@ -149,7 +149,7 @@ class ScoreSearch(BlackBoxSearch):
             jacobian=x.new_zeros(x.shape[0], classes.shape[1], x[0:1].numel()),
             noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes), rivals=self._rivals(batch),
         )  # fmt: skip
-        if self.proofs and batch.ball.has_plans:
+        if self.proofs:
             state.proof = batch.keep_proofs(FactoredPlan)
         reachable = reachable_pixels(batch.ball, x, generator)
         state.noise = reachable * self._size(batch, state, reachable, generator)

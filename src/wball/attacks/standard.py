@@ -97,7 +97,6 @@ from wball.attacks.base import (
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import FEW_SURVIVORS, Finding, ModelWarning, merged
 from wball.attacks.levels import on_levels
-from wball.attacks.pgd import PGD
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.stand_ins import Smoothed
 from wball.attacks.views import LOOKED_AT, View, best_view, find_signs
@@ -155,20 +154,16 @@ class _Member:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value)
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
-        if ball.has_plans:
-            return DualAveraging(
-                ball,
-                objective=self.objective,
-                steps=self.steps,
-                step_size=self.step_size,
-                decay=self.decay,
-                memory=self.memory,
-                random_start=self.random_start,
-                progress=False,
-                proofs=proofs,
-            )
-        return PGD(
-            ball, objective=self.objective, steps=self.steps, random_start=True, progress=False
+        return DualAveraging(
+            ball,
+            objective=self.objective,
+            steps=self.steps,
+            step_size=self.step_size,
+            decay=self.decay,
+            memory=self.memory,
+            random_start=self.random_start,
+            progress=False,
+            proofs=proofs,
         )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -39,7 +40,12 @@ from wball.solvers.gradients import (
     differentiable_projection,
     differentiable_support,
 )
-from wball.solvers.oracle import ROUNDINGS, OraclePoint, TransportOracle
+from wball.solvers.oracle import (
+    ROUNDINGS,
+    EntropicProjection,
+    OraclePoint,
+    TransportOracle,
+)
 from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, masses
 from wball.solvers.projection import project
 from wball.solvers.support import support
@@ -53,31 +59,34 @@ class Ball(Summarised, ABC):
     """A set of images around each centre ``x``. Subclasses are frozen dataclasses with the fields
     ``eps`` and ``box``.
 
-    Abstract methods say what the ball is. The others have defaults that suit any ball.
+    Abstract methods say what the ball is. The others are asked for where they are used:
+    :meth:`oracle` by most attacks and by :meth:`sample`, :meth:`project` by projected gradient
+    ascent, :meth:`support` by certificates. An oracle follows from ``project`` and ``support``, if
+    the ball has none of its own.
 
     Attributes:
         eps: radius, one number or one per image.
         box: range of the pixels, or ``None``.
         unit: unit of ``eps``, for tables and plots.
-        has_plans: whether points of the ball come from transport plans; then :meth:`problem`
-            returns the problem.
     """
 
     eps: float | Tensor
     box: tuple[float, float] | None
-    has_plans: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def unit(self) -> str: ...
 
-    @abstractmethod
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
         """The point of the ball that maximises ``<g, z>``, with bounds of the maximum."""
+        raise NotImplementedError(f"{type(self).__name__} has no support(x, g)")
 
-    @abstractmethod
     def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
         """The point of the ball nearest to ``w``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no project(x, w), which PGD needs; DualAveraging, "
+            "FrankWolfe and StandardAttack need an oracle(x) only"
+        )
 
     @abstractmethod
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
@@ -98,13 +107,20 @@ class Ball(Summarised, ABC):
 
     def problem(self, x: Tensor) -> TransportProblem | None:
         """The transport problem that defines the ball around ``x``; ``None`` for balls without
-        plans."""
+        plans, whose points come without proofs."""
         return None
 
     def oracle(self, x: Tensor, **options: Any) -> Oracle:
         """Map the potentials of an attack to points of the ball: by projection, unless a subclass
-        has its own oracle."""
+        has its own oracle. It may ignore ``options``: ``sweeps``, ``momentum``, ``roundings``."""
         return ProjectionOracle(self, x)
+
+    def projector(
+        self, x: Tensor, reg: float = math.inf, **options: Any
+    ) -> Projector | EntropicProjection:
+        """Projections of one point after another. It may ignore ``options``: ``tol``,
+        ``max_iter``, ``mode``."""
+        return Projector(self, x, reg)
 
     def step_size(self, steps: int) -> float | Tensor:
         """Default step of projected gradient ascent, in pixel values."""
@@ -115,7 +131,7 @@ class Ball(Summarised, ABC):
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
         noise = torch.randn(x.shape, generator=generator, device=device).to(x)
-        return self.project(x, x + noise).point
+        return self.oracle(x)(noise).z
 
     def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
         """Whether ``z`` is in the ball, per image, with distances up to ``eps * (1 + tol)``: the
@@ -153,17 +169,59 @@ class Ball(Summarised, ABC):
 
 class Oracle(Protocol):
     """Maps potentials to points of the ball, for one batch of images. ``cost / unit`` is in the
-    unit of ``eps``."""
+    unit of ``eps``.
+
+    Attributes:
+        reads_host: whether a call waits for the device. Steps of an attack that do not are recorded
+            on a GPU.
+    """
+
+    @property
+    def reads_host(self) -> bool: ...
 
     @property
     def unit(self) -> Tensor: ...
 
     def __call__(self, b: Tensor) -> OraclePoint: ...
 
+    def along(self, g: Tensor, nats: float) -> Tensor:
+        """Potentials whose point is nearly the farthest along ``g``, of a size of some ``nats``."""
+        ...
+
     def take(self, index: Tensor) -> Oracle: ...
 
 
-class ProjectionOracle:
+class Projector:
+    """Projections onto a ball around ``x``, of one point after another."""
+
+    reads_host = True
+
+    def __init__(self, ball: Ball, x: Tensor, reg: float) -> None:
+        self.ball, self.x, self.reg = ball, x, reg
+
+    @property
+    def unit(self) -> Tensor:
+        return torch.ones(len(self.x), dtype=torch.float64, device=self.x.device)
+
+    def __call__(self, w: Tensor) -> OraclePoint:
+        result = self.ball.project(self.x, w, self.reg)
+        distance = self.ball.distance(self.x, result.point).double()
+        return OraclePoint(result.point, distance, torch.ones_like(distance), result.kernel)
+
+    def within(self, ball: Ball) -> None:
+        """Continue in a ball of another radius."""
+        self.ball = ball
+
+    def take(self: AnyProjector, index: Tensor) -> AnyProjector:
+        part = copy(self)
+        part.ball, part.x = self.ball.take(index), self.x[index]
+        return part
+
+
+AnyProjector = TypeVar("AnyProjector", bound=Projector)
+
+
+class ProjectionOracle(Projector):
     """``proj(x + scale * b)``: potentials are steps in pixel values.
 
     ``scale`` is the largest change of a pixel that the ball allows along a fixed direction of
@@ -171,21 +229,59 @@ class ProjectionOracle:
     """
 
     def __init__(self, ball: Ball, x: Tensor) -> None:
-        self.ball, self.x = ball, x
-        self.unit = torch.ones(x.shape[0], dtype=torch.float64, device=x.device)
+        super().__init__(ball, x, math.inf)
         signs = torch.where(torch.arange(x[0:1].numel(), device=x.device) % 2 == 0, 1.0, -1.0).to(x)
         corner = ball.support(x, signs.view(x[0:1].shape).expand_as(x).contiguous()).point
         self._scale = largest(corner - x)
 
     def __call__(self, b: Tensor) -> OraclePoint:
-        result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
-        distance = self.ball.distance(self.x, result.point).double()
-        return OraclePoint(result.point, distance, torch.ones_like(distance), result.kernel)
+        return super().__call__(self.x + per_image(self._scale, self.x) * b)
+
+    def along(self, g: Tensor, nats: float) -> Tensor:
+        """Potentials of the farthest point itself, which any size reaches."""
+        way = self.ball.support(self.x, g).point - self.x
+        return way / per_image(self._scale.clamp(min=1e-30), way)
 
     def take(self, index: Tensor) -> ProjectionOracle:
-        part = object.__new__(ProjectionOracle)
-        part.ball, part.x = self.ball.take(index), self.x[index]
-        part.unit, part._scale = self.unit[index], self._scale[index]
+        part = super().take(index)
+        part._scale = self._scale[index]
+        return part
+
+
+class WarmProjector(Projector):
+    """Projections onto a Wasserstein ball, each of which starts from the duals of the last one."""
+
+    duals: Duals | None = None
+
+    def __init__(
+        self,
+        ball: WassersteinBall,
+        x: Tensor,
+        reg: float,
+        mode: Literal["exact", "paper"],
+        **effort: Any,
+    ) -> None:
+        super().__init__(ball, x, reg)
+        self._unit, self._mode, self._effort = ball.problem(x).unit, mode, effort
+
+    @property
+    def unit(self) -> Tensor:
+        return self._unit
+
+    def __call__(self, w: Tensor) -> OraclePoint:
+        assert isinstance(self.ball, WassersteinBall)
+        settings = {"mode": self._mode, "init": self.duals, **self._effort}
+        result = self.ball.project(self.x, w, self.reg, **settings)
+        if math.isinf(self.reg):  # entropic problems start better at their temperature
+            self.duals = result.duals
+        plan = result.stored
+        cost = torch.full_like(self._unit, math.nan) if plan is None else plan.net_cost().double()
+        return OraclePoint(result.point, cost, torch.ones_like(cost), result.kernel, plan)
+
+    def take(self, index: Tensor) -> WarmProjector:
+        part = super().take(index)
+        part._unit = self._unit[index]
+        part.duals = self.duals and self.duals.take(index)
         return part
 
 
@@ -222,7 +318,6 @@ class WassersteinBall(Ball):
     cost: GroundCost = field(default_factory=GridCost)
     mass: Literal["relative", "absolute"] = "relative"
     box: tuple[float, float] | None = (0.0, 1.0)
-    has_plans: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", inputs.check_eps(self.eps))
@@ -378,6 +473,21 @@ class WassersteinBall(Ball):
         """Maps the potentials of an attack to points of the ball; options of
         :class:`~wball.solvers.oracle.TransportOracle`."""
         return TransportOracle(self.problem(x), **options)
+
+    def projector(
+        self,
+        x: Tensor,
+        reg: float = math.inf,
+        *,
+        mode: Literal["exact", "paper"] = "exact",
+        **effort: Any,
+    ) -> Projector | EntropicProjection:
+        """Projections of one point after another, each of which starts from the last one. Where
+        Triton serves, they have no plans and nothing is read from the device."""
+        problem = self.problem(x)
+        if mode == "exact" and EntropicProjection.serves(problem, reg):
+            return EntropicProjection(problem, reg, **effort)
+        return WarmProjector(self, x, reg, mode, **effort)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: mass follows a random potential, at a random

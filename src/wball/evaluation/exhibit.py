@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.attacks import PGD, DualAveraging
+from wball.attacks import DualAveraging
 from wball.attacks.base import GradientAttack
 from wball.ball import Ball
 from wball.evaluation.batches import answers
@@ -95,8 +95,7 @@ def _baseline(result: Evaluation, model: Model, data: Stream, ball: Ball) -> Ten
 
 
 def _attack(ball: Ball, size: int) -> GradientAttack:
-    kind = DualAveraging if ball.has_plans else PGD
-    return kind(
+    return DualAveraging(
         ball, objective="margin", steps=STEPS, until_success=False, batch_size=size, progress=False
     )
 

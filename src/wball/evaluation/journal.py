@@ -129,6 +129,7 @@ class Journal:
         if notes["plan"] is None:
             return found
         count = sum(name.startswith("plan ") for name in stored)
-        plan: StoredPlan = plan_of_nothing(FORMS[notes["plan"]], self._ball, task.x)
+        plan: StoredPlan | None = plan_of_nothing(FORMS[notes["plan"]], self._ball, task.x)
+        assert plan is not None, "a plan was stored"
         values = [stored[f"plan {k}"].to(task.x.device) for k in range(count)]
         return replace(found, proof=plan.with_tensors(values))

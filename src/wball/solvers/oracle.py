@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,11 @@ from wball.kernels import dispatch
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
 from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
-from wball.plan import FactoredPlan
+from wball.plan import FactoredPlan, StoredPlan
 from wball.solvers.problem import TransportProblem, as_images
+
+if TYPE_CHECKING:
+    from wball.ball import Ball
 
 ROUNDINGS = 2
 """Roundings of a point: one when columns are summed, one when the plan is scaled to the budget.
@@ -62,7 +65,7 @@ class OraclePoint:
     cost: Tensor
     scale: Tensor
     kernel: str = "torch"
-    proof: FactoredPlan | None = None
+    proof: StoredPlan | None = None
 
 
 _AnyOracle = TypeVar("_AnyOracle", bound="_Oracle")
@@ -110,6 +113,11 @@ class TransportOracle(_Oracle):
         self._q: Tensor | None = None
         self._kappa: Tensor | None = None
 
+    @property
+    def reads_host(self) -> bool:
+        """Whether a kernel serves that reads from the device."""
+        return dispatch.choose("entropic_plan", self._grid, self._moves) != "triton"
+
     def __call__(self, b: Tensor) -> OraclePoint:
         plan = entropic_plan(PlanRequest(
             self._grid, b.detach().to(self.x.dtype).reshape(self._grid.shape), self.budget, self._moves,
@@ -149,8 +157,9 @@ class EntropicProjection(_Oracle):
         z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
 
     where ``delta`` covers float32 rounding of the exponents. The duals of one call start the next.
-    Nothing is read back from the device.
     """
+
+    reads_host = False
 
     def __init__(
         self,
@@ -166,7 +175,7 @@ class EntropicProjection(_Oracle):
         self._tau = mass / reg
         self._u: Tensor | None = None
         self._psi = torch.full_like(mass, COLD_PRICE)
-        self.within(problem)
+        self.budget = problem.spendable(ROUNDINGS)
 
     @staticmethod
     def serves(problem: TransportProblem, reg: float) -> bool:
@@ -177,10 +186,11 @@ class EntropicProjection(_Oracle):
         grid = as_images(problem.x)
         return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
 
-    def within(self, problem: TransportProblem) -> None:
-        """Continue with ``problem``, which differs only in its budget."""
-        self.problem = problem
-        self.budget = problem.spendable(ROUNDINGS)
+    def within(self, ball: Ball) -> None:
+        """Continue in a ball of another radius."""
+        problem = ball.problem(self.problem.x)
+        assert problem is not None
+        self.problem, self.budget = problem, problem.spendable(ROUNDINGS)
 
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
