@@ -426,7 +426,6 @@ def test_errors_of_calls_say_what_is_wrong(
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (DualAveraging, {"ball": LinfBall(0.1)}, "WassersteinBall"),
         (DualAveraging, {"steps": 0}, "steps"),
         (DualAveraging, {"step_size": -1.0}, "step_size"),
         (DualAveraging, {"decay": 2.0}, "decay"),
@@ -439,7 +438,6 @@ def test_errors_of_calls_say_what_is_wrong(
         (ScoreSearch, {"directions": 0}, "directions"),
         (FrankWolfe, {"steps": 0}, "steps"),
         (PGD, {"step": "l1"}, "step"),
-        (PGD, {"ball": LinfBall(0.1), "step": "wasserstein"}, "WassersteinBall"),
         (PGD, {"mode": "paper"}, "finite reg"),
         (PGD, {"mode": "papper"}, "mode must be one of exact, paper, got .papper"),
         (PGD, {"max_iter": 0}, "max_iter"),

@@ -116,7 +116,8 @@ class TransportOracle(_Oracle):
     @property
     def reads_host(self) -> bool:
         """Whether a kernel serves that reads from the device."""
-        return dispatch.choose("entropic_plan", self._grid, self._moves) != "triton"
+        kernel = dispatch.choose("entropic_plan", self._grid, self._moves)
+        return self.x.is_cuda and kernel != "triton"
 
     def __call__(self, b: Tensor) -> OraclePoint:
         plan = entropic_plan(PlanRequest(
