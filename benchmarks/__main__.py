@@ -18,6 +18,7 @@ NAMES = (
     "public",
     "masks",
     "photos",
+    "ablation",
     "proofs",
     "validity",
     "soundness",

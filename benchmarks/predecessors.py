@@ -195,12 +195,13 @@ def priced(
 def ours(model: nn.Module, x: Tensor, y: Tensor, eps: float, steps: int) -> Tensor:
     """Digits that the first members of StandardAttack break with this number of gradients."""
     found = torch.zeros_like(y, dtype=torch.bool)
-    for member in wball.StandardAttack(wball.WassersteinBall(eps)).members():
-        steps -= member.n_gradients
+    ball = wball.WassersteinBall(eps)
+    for member in wball.StandardAttack(ball).members():
+        steps -= member.steps
         left = (~found).nonzero().squeeze(1)
         if steps < 0 or not len(left):
             return found
-        found[left] = member(model, x[left], y[left]).success
+        found[left] = member.on(ball)(model, x[left], y[left]).success
     return found
 
 

@@ -170,8 +170,10 @@ def page(content: Data, results: Path) -> str:
     with first, the rest folded."""
     shown = tables(content)
     notes = [f"- {row['name']}: **{flag}**" for row in content["rows"] for flag in row["flags"]]
-    if not all(map(is_latest, content["rows"])):
-        notes.append("- † measured with an earlier version of the attack.")
+    early = [row for row in content["rows"] if not is_latest(row)]
+    if early:
+        versions = {str(row["attack"].get("version_number", "unknown")) for row in early}
+        notes.append(f"- † measured with version {', '.join(sorted(versions))} of the attack.")
     parts = [
         template("leaderboard.md"),
         *(table.markdown() for table in shown if table.rows),

@@ -237,7 +237,7 @@ def test_an_interrupted_standard_attack_goes_on_after_its_last_member(
     settings["radii"] = [0.02, 0.05]
     counted = Fragile(model, 10**9)
     measure(counted, x, y, out=tmp_path / "whole", **settings)
-    once, calls, each = 10**9 - counted.calls[0], 0, 130
+    once, calls, each = 10**9 - counted.calls[0], 0, 160
     for _ in range(50):  # each attempt has time for one member and what stands around it
         fragile = Fragile(model, each)
         with contextlib.suppress(Dies):

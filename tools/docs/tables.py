@@ -94,7 +94,7 @@ def _attacked(board: Row, others: Path) -> list[str]:
     steps, best = found["steps"], min((m for m in PORTS if m in tried), key=tried.__getitem__)
     return [
         "robust accuracy of the 2019 paper's adversarially trained network at eps 0.1",
-        f"{percent(board['attack']['accuracy']['0.1'])} ({board['images']:,} digits; up to 2,200 gradients; "
+        f"{percent(board['attack']['accuracy']['0.1'])} ({board['images']:,} digits; version 6, up to 2,200 gradients; "
         f"{percent(tried['standard'])} with {steps})",
         f"{percent(tried[best])} ({PORTS[best]}, ported, {steps} gradients, examples made valid; same digits)",
     ]

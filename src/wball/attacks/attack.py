@@ -52,6 +52,7 @@ class Task:
         y: their labels.
         target: classes to reach, or ``None`` for any wrong class.
         start: points of the ball to begin at, such as the attempts of another attack, or ``None``.
+        index: positions of the images in the call.
     """
 
     model: Model
@@ -59,14 +60,16 @@ class Task:
     y: Tensor
     target: Tensor | None = None
     start: Tensor | None = None
+    index: Tensor | None = None
 
     def __len__(self) -> int:
         return self.x.shape[0]
 
     def take(self, index: Tensor) -> Task:
         """The task for a subset of the images."""
-        target, start = (v if v is None else v[index] for v in (self.target, self.start))
-        return Task(self.model, self.x[index], self.y[index], target, start)
+        others = (self.target, self.start, self.index)
+        parts = (v if v is None else v[index] for v in others)
+        return Task(self.model, self.x[index], self.y[index], *parts)
 
     def judge(self, z: Tensor) -> Tensor:
         """Which images meet the goal at ``z``, see :func:`wball.model.judge`."""
@@ -248,7 +251,7 @@ class Attack(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, to be stored with an evaluation."""
-        hidden = {"ball", "progress", "check", "proofs", "view", "journal"}
+        hidden = {"ball", "progress", "check", "proofs", "view", "journal", "extra"}
         if self.target is None:
             hidden.add("target")
         shown = [item.name for item in fields(self) if item.name not in hidden]
@@ -285,7 +288,7 @@ class Attack(ABC):
             generator = torch.Generator(x.device).manual_seed(0)
         with torch.inference_mode(False):
             # An inference tensor cannot carry gradients.
-            task = Task(model, x.clone(), y.clone(), target)
+            task = Task(model, x.clone(), y.clone(), target, index=torch.arange(len(x)).to(y))
             self.before(model, task.x, task.y)
             with as_found(model, x.device), self._steps(len(task)) as steps:
                 return self._in_batches(task, generator, steps)

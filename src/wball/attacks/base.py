@@ -24,16 +24,19 @@ normalise the gradient anyway, so they climb the form without the factor, and re
 cross-entropy.
 
 A user's own objective is any callable ``(logits, y, target) -> (B,)`` with ``target`` ``None`` in
-untargeted attacks.
+untargeted attacks. If it has a parameter ``index``, it gets the positions of its images in the
+call, to look up what belongs to them: soft labels, or the clean images' logits (TRADES).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -67,7 +70,7 @@ DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
 """Share of the images that must be finished for that. A step on a smaller batch is recorded anew on
 a GPU."""
 
-Objective = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Objective = Callable[..., Tensor]
 AnyState = TypeVar("AnyState", bound="State")
 Kind = TypeVar("Kind", Plan, FactoredPlan)
 
@@ -162,6 +165,14 @@ def find_objective(objective: str | Objective) -> Objective:
     )
 
 
+def _takes_index(objective: Objective) -> bool:
+    """Whether an objective asks for the positions of its images in the call."""
+    try:
+        return "index" in signature(objective).parameters
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+
+
 def input_gradient(value: Tensor, z: Tensor) -> Tensor:
     """The gradient of an objective at ``z``; 0 where the model cuts the graph, or torch has no
     derivative."""
@@ -192,6 +203,7 @@ class State:
         proof: the plans behind it, if they are kept.
         kernel: the implementation that computed the points.
         n_steps: steps made so far; a tensor where a step is replayed for many.
+        loss: the objective at the candidates, as far as it was asked for.
     """
 
     x: Tensor
@@ -201,6 +213,7 @@ class State:
     proof: StoredPlan | None = None
     kernel: str = "none"
     n_steps: int | Tensor = 0
+    loss: Tensor | None = None
 
     @property
     def reads_host(self) -> bool:
@@ -237,6 +250,7 @@ class _Best(NamedTuple):
     radius: Tensor
     queries: Tensor
     late: Tensor  # loss before the last steps
+    clear: Tensor  # an example with the margin that is asked for
 
     def at(self, index: Tensor) -> _Best:
         return _Best(*(field[index] for field in self))
@@ -264,9 +278,13 @@ class AttackBatch:
         objective: Objective,
         until_success: bool,
         progress: StepCount | None = None,
+        clearly: float = 0.0,
     ) -> None:
         self.task, self.ball, self.objective = task, ball, objective
-        self.until_success = until_success
+        self.until_success, self._clearly = until_success, clearly
+        self._by_index = _takes_index(objective)
+        if self._by_index and task.index is None:
+            self.task = replace(task, index=torch.arange(len(task), device=task.x.device))
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
         self._counted = self.queries
         self._proof: StoredPlan | None = None
@@ -281,7 +299,8 @@ class AttackBatch:
             if task.target is not None:
                 check_classes("target", task.target, logits)
             elif isinstance(objective, RunnerUp):
-                self._aim = objective.rival(logits, task.y)
+                first = logits if task.start is None else ask(task.model, task.start)
+                self._aim = objective.rival(first, task.y)
             success, loss = self.reached(logits), self.loss(logits)
             wrong = success.nonzero().squeeze(1)
             if wrong.numel():  # an image that is wrong by rounding alone is attacked
@@ -297,8 +316,9 @@ class AttackBatch:
         queries = steps + self.queries
         late = loss.clone()
         self._all = _Best(
-            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries, late
-        )
+            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries, late,
+            success.clone(),
+        )  # fmt: skip
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)
 
@@ -318,7 +338,8 @@ class AttackBatch:
 
     def loss(self, logits: Tensor) -> Tensor:
         """The objective at the logits of the images that are still attacked."""
-        loss = self.objective(logits, self.task.y, self._aim)
+        where = {"index": self.task.index} if self._by_index else {}
+        loss = self.objective(logits, self.task.y, self._aim, **where)
         if not isinstance(loss, Tensor) or loss.shape != self.task.y.shape:
             seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -334,15 +355,24 @@ class AttackBatch:
         self._all_proof, self._proof = whole, part
         return part
 
-    def gradient(self, state: State) -> Tensor:
-        """The gradient of the objective at the candidate. The candidate is also offered."""
-        z = state.z.detach().to(self.x.dtype).requires_grad_(True)
+    def gradient(self, state: State, noise: Tensor | None = None) -> Tensor:
+        """The gradient of the objective at the candidate, which is also offered. With ``noise``,
+        the model is differentiated at the candidate plus noise, inside the box."""
+        z = state.z.detach().to(self.x.dtype)
+        if noise is None:
+            with torch.enable_grad():
+                logits = ask(self.task.model, z.requires_grad_(True))
+                loss = self.loss(logits)
+                gradient = input_gradient(loss, z)
+            self.queries += 1
+            self._consider(state, logits.detach(), loss.detach())
+            return self.made_step(gradient)
+        scores = self.offer(state).detach().requires_grad_(True)
+        z = into_box(z + noise, self.ball.box).requires_grad_(True)
         with torch.enable_grad():
-            logits = ask(self.task.model, z)
-            loss = self.loss(logits)
-            gradient = input_gradient(loss, z)
+            pull = input_gradient(self.loss(scores), scores)
+            gradient = input_gradient((pull * ask(self.task.model, z)).sum(1), z)
         self.queries += 1
-        self._consider(state, logits.detach(), loss.detach())
         return self.made_step(gradient)
 
     def made_step(self, gradient: Tensor) -> Tensor:
@@ -353,7 +383,7 @@ class AttackBatch:
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(
-            status=status, n_steps=self._best.n_steps + (~self._best.success)
+            status=status, n_steps=self._best.n_steps + (~self._best.clear)
         )
         return gradient
 
@@ -384,9 +414,15 @@ class AttackBatch:
     def _consider(self, state: State, logits: Tensor, loss: Tensor) -> None:
         """Update the best candidates where this one is better."""
         best, success, z = self._best, self.reached(logits), state.z.to(self.x.dtype)
-        better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
+        clear = success
+        if self._clearly:
+            ahead = margin(logits, self.task.y, self.task.target)
+            clear = success & (ahead > self._clearly * logits.abs().amax(1))
+        state.loss = loss
+        better = (success == best.success) & (loss > best.loss)
+        better |= (success & ~best.success) | (clear & ~best.clear)
         if self.until_success:
-            better = better & ~best.success
+            better = better & ~best.clear
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
         # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
@@ -397,9 +433,10 @@ class AttackBatch:
             loss=torch.where(better, loss, best.loss),
             status=torch.where(better, status, best.status),
             radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
-            queries=torch.where(best.success, best.queries, queries)
+            queries=torch.where(best.clear, best.queries, queries)
             if self.until_success
             else queries,
+            clear=best.clear | (better & clear),
         )
         if state.kernel != "none":
             self.kernel = state.kernel
@@ -422,7 +459,7 @@ class AttackBatch:
         positions that are kept, or ``None`` if all are."""
         if not self.until_success:
             return None
-        kept = (~self._best.success).nonzero().squeeze(1)
+        kept = (~self._best.clear).nonzero().squeeze(1)
         count = self._active.numel()
         if kept.numel() == count or count - kept.numel() < least * count:
             return None
@@ -465,15 +502,20 @@ class GradientAttack(Attack):
         objective: what to climb, by name or a callable.
         until_success: stop at an image's first success. Otherwise go on to the end and return the
             success of highest loss, which is what training wants.
+        clearly: the first success that counts for this has a margin above this share of the largest
+            logit. A smaller margin may be lost in another precision.
     """
 
     _: KW_ONLY
     objective: str | Objective = "cross-entropy"
     until_success: bool = True
+    clearly: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         find_objective(self.objective)
+        if not 0 <= self.clearly < 1:
+            raise ValueError(f"clearly must be in [0, 1), got {self.clearly}")
 
     @abstractmethod
     def init(self, batch: AttackBatch, generator: torch.Generator) -> State:
@@ -526,7 +568,7 @@ class GradientAttack(Attack):
         # them.
         until_success = self.until_success and self.levels is None
         objective = find_objective(self.objective)
-        batch = AttackBatch(task, self.ball, objective, until_success, progress)
+        batch = AttackBatch(task, self.ball, objective, until_success, progress, self.clearly)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
@@ -546,13 +588,25 @@ class SteppedAttack(GradientAttack):
 
     Attributes:
         steps: gradient steps.
+        noise: standard deviation, in pixel values, of fresh noise on the images that gradients are
+            taken at. It fades to 0 over the steps: the first ones climb a smoothed model.
     """
 
     steps: int = 40
+    _: KW_ONLY
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         inputs.check_count("steps", self.steps)
+        if not 0 <= self.noise < math.inf:
+            raise ValueError(f"noise must be >= 0 and finite, in pixel values, got {self.noise}")
+
+    def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
+        if self.noise == 0:
+            return batch.gradient(state)
+        fading = 1 - state.n_steps / max(1, self.steps - 1)
+        return batch.gradient(state, self.noise * fading * normal(batch.x, generator))
 
     @property
     def n_gradients(self) -> int:

@@ -6,10 +6,11 @@ Each is a question with a known answer, asked after an attack about the images t
 - in a ball so large that mass may go as far as the ground cost lets it, an attack must find an
   example wherever a cheap guess finds one: mass that drifts towards the shapes of other images
   (``full-ball-survivors``);
-- a :class:`Student`, a network that learnt the model's labels and nothing else, must not lead to
-  more examples than the model's own gradients (``black-box-stronger``);
+- a search without gradients (:class:`wball.ScoreSearch`) must not find more examples than the
+  gradients (``black-box-stronger``);
 - more steps must not help (``loss-still-rising``);
-- the model must answer with finite numbers (``non-finite``).
+- the model must answer with finite numbers (``non-finite``);
+- an example should hold in the precision that the model is used in, too (``precision-dependent``).
 
 None of them knows how a model hides its gradients. A model that fails none of them may still hide
 something, but not from these.
@@ -19,32 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from wball.attacks.attack import Attack, Task
-from wball.attacks.base import normal
+from wball.attacks.attack import Attack, AttackResult, Task
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
 from wball.attacks.views import View
 from wball.ball import Ball
-from wball.model import Model, ask, top_class
-from wball.zoo import list_models, load_model
+from wball.model import Model, ask, reached
 
 FULL = 1e6
 """A radius that no transport reaches."""
 SURVIVORS, GUESSES = 16, 4
 """Images looked at, and other images that each drifts towards."""
-LESSONS, AT_ONCE = 60, 64
-"""Gradient steps between two attacks on a student, and images in each of them."""
-RATE = 0.1
-"""Length of these steps, in gradients."""
-LARGEST = 500_000
-"""Weights of a student, at most."""
 
 
 def missed_in_full_ball(
@@ -87,61 +78,10 @@ def not_finite(model: Model, *images: Tensor) -> Finding:
     return Finding("non-finite", int(bad.sum()), bad.numel())
 
 
-class Student:
-    """A network trained on the labels of a model, to be attacked in its place (Papernot et al.
-    2017).
-
-    Attributes:
-        network: images to logits.
-    """
-
-    def __init__(self, network: nn.Module, model: Model, generator: torch.Generator) -> None:
-        self.network = network
-        self._model, self._draws = model, generator
-        self._points, self._labels = list[Tensor](), list[Tensor]()
-
-    def learn(self, points: Tensor) -> None:
-        """Query the model for the labels of more images, and train on all labelled images by
-        gradient descent."""
-        with torch.no_grad():
-            self._labels += [top_class(ask(self._model, part)) for part in points.split(AT_ONCE)]
-        self._points.append(points)
-        images, labels = torch.cat(self._points), torch.cat(self._labels)
-        weights = list(self.network.requires_grad_(True).parameters())
-        device = self._draws.device
-        for _ in range(max(LESSONS, len(labels) // AT_ONCE)):
-            some = torch.randint(len(labels), (AT_ONCE,), generator=self._draws, device=device)
-            with torch.enable_grad():
-                logits = self.network(images[some])
-                loss = F.cross_entropy(logits, labels[some], ignore_index=-1)
-                slopes = torch.autograd.grad(loss, weights)
-            with torch.no_grad():
-                for weight, slope in zip(weights, slopes, strict=True):
-                    weight.sub_(RATE * slope)
-        self.network.requires_grad_(False)
-
-
-def untaught(x: Tensor, classes: int, generator: torch.Generator) -> list[nn.Module]:
-    """Initial networks for a student: bundled networks that take images of this shape, or a small
-    network with random weights."""
-    networks = list[nn.Module]()
-    for name in list_models():
-        with suppress(RuntimeError, ValueError), torch.no_grad():  # images of another shape
-            network = load_model(name).to(x)
-            small = sum(weight.numel() for weight in network.parameters()) <= LARGEST
-            if small and network(x[:1]).shape == (1, classes):
-                networks.append(network)
-    if networks:
-        return networks
-    grid = x if x.ndim == 4 else x[:, None, None, :]
-    network = nn.Sequential(
-        nn.Unflatten(1, grid.shape[1:]) if x.ndim == 2 else nn.Identity(),
-        nn.Conv2d(grid.shape[1], 16, 3, 2, 1), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(7), nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 100), nn.ReLU(), nn.Linear(100, classes),
-    ).to(x)  # fmt: skip
-    for weight in network.parameters():
-        spread = (2 / weight[0].numel()) ** 0.5 if weight.ndim > 1 else 0.0
-        weight.data = spread * normal(weight.data, generator)
-    return [network]
+@torch.no_grad()
+def precision_dependent(task: Task, best: AttackResult) -> Finding:
+    """Count attempts that only one of full precision and the model as it is called accepts: on a
+    GPU, PyTorch's convolutions round to TF32 by default."""
+    as_called = reached(ask(task.model, best.images), task.y, task.target)
+    differ = int((as_called != best.success).sum())
+    return Finding("precision-dependent", differ, best.success.numel())

@@ -42,8 +42,7 @@ CODES: dict[str, Code] = {
         "attack a differentiable approximation of what hides the gradients; see docs/attacks.md",
     ),
     "black-box-stronger": Code(
-        "a black-box search, a network trained on the model's labels, or rounding to 8 bits broke {images} of {of} "
-        "images that survived every gradient attack",
+        "a search without gradients broke {images} of {of} images that survived every gradient attack",
         "gradients are misleading: attack a differentiable approximation, or raise the queries of ScoreSearch",
         tolerated=0.02,
     ),
@@ -77,6 +76,12 @@ CODES: dict[str, Code] = {
         "the model's own gradients do not predict its outputs; those of smooth stand-ins, or of earlier "
         "scores, were used on {images} of {of} images",
         "nothing to do",
+        tolerated=None,
+    ),
+    "precision-dependent": Code(
+        "{images} of {of} attempts are examples in only one of full precision and the precision that the model is "
+        "used in (TF32 convolutions are PyTorch's default on GPUs)",
+        "nothing to do: success is judged in full precision",
         tolerated=None,
     ),
     "probabilities": Code(

@@ -23,8 +23,7 @@ Results that cannot carry a gradient (booleans, integers) carry their stand-in a
 replaced by the scores before the softmax or argmax; where several networks vote, by the mean of
 theirs. The class stays the model's own.
 
-Operations are intercepted where Python calls torch. :class:`Smoothed` serves flat and
-shattered gradients.
+Operations are intercepted where Python calls torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wball.attacks.base import input_gradient, into_box, normal
 from wball.model import Model, ask
 
 Function = Callable[..., Any]
@@ -50,8 +48,6 @@ ALIKE = 0.5
 """Correlation above which a tensor is taken for a changed copy of another."""
 TIED = 1e-5
 """Scores that differ by less, relative to the largest, may change places by rounding."""
-DRAWS = 8
-"""Noisy copies that a gradient is averaged over."""
 SHADOW = "_wball_shadow"
 
 
@@ -282,52 +278,3 @@ def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
     above = torch.nextafter(top, torch.full_like(top, torch.inf)) - fixed.gather(1, own)
     above = above.where(fixed.argmax(1, keepdim=True) != own, torch.zeros_like(above))
     return scores + torch.zeros_like(scores).scatter(1, own, above)
-
-
-class Smoothed:
-    """``model`` with gradients averaged over noise of the given size (in pixel values) inside the
-    box.
-
-    ``draws`` is the source of the noise.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        noise: float,
-        box: tuple[float, float] | None,
-        draws: torch.Generator,
-    ) -> None:
-        self.model, self.noise, self.box, self._draws = model, noise, box, draws
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return ask(self.model, x)
-        every = [self.noise * normal(x, self._draws) for _ in range(DRAWS)]
-
-        def pull(gradient: Tensor) -> Tensor:
-            total = torch.zeros_like(x)
-            for noise in every:  # one at a time, so that only one pass is in memory
-                with torch.enable_grad():
-                    image = x.detach().clone().requires_grad_(True)
-                    noisy = ask(self.model, into_box(image + noise, self.box))
-                    total += input_gradient(noisy * gradient, image)
-            return total / DRAWS
-
-        with torch.no_grad():
-            scores = ask(self.model, x)
-        return Pulled.apply(x, scores, pull)
-
-
-class Pulled(torch.autograd.Function):
-    """Autograd function that returns ``scores``; ``pull`` maps their gradient to that of the image
-    ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scores: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.pull = pull
-        return scores.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return ctx.pull(gradients[0]), None, None

@@ -1,72 +1,58 @@
 """StandardAttack: a fixed ensemble without parameters, so that numbers from different papers
 compare.
 
-Each member attacks only the images that survived those before it. The members differ mainly in
-their objective, because local optima depend on it most: an image that survives a hundred steps of
-the margin is often broken at once by an attack on its second or third likeliest class.
+Each member attacks only the images that survived those before it. The members differ in objective,
+noise and start, because local optima depend on these most: an image that survives a hundred steps
+of the margin is often broken at once by an attack on its second or third likeliest class.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 6*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 7*)
 
-=======  =============  =========  =====  ======================================================
+=======  =============  =========  =====  ====================================================
 member   objective      step size  steps  remarks
-=======  =============  =========  =====  ======================================================
-1        cross-entropy  6 -> 0     100    linear decay
-2        margin         6 -> 0     100
-3        runner-up-2    6 -> 0     100
-4        runner-up-3    6 -> 0     100
-5        runner-up-4    3          60     constant step size
-6        runner-up-5    6 -> 0     60
-7        margin         3          150    constant step size
-8, 9     runner-up-2/3  10         80     constant step size, memory 0.9
-10       dlr            10 -> 0    60
-11       cross-entropy  10 -> 0    60     random start, 3 nats
-12       cross-entropy  6 -> 0     100    random start, 3 nats
-13       margin         10         200    constant step size, memory 0.9
-14       cross-entropy  10         100    constant step size, memory 0.9
-15       margin         6 -> 0     60     from the best attempt
-16       margin         5          150    constant step size, memory 0.95, from the best attempt
-17       margin         10         150    constant step size, memory 0.9, from the best attempt
-18       margin         6 -> 0     40     smoothed, 0.2
-19       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
-20       margin         3          200    memory 0.97, near only, from the best attempt
-21       margin         0.5        150    constant step size, from the best attempt
-22       margin         6 -> 0     40     on the model behind rounding to 8 bits
-23       scores                           search without gradients, 1,000 forward passes
-24       several        6 -> 0     30     on students, which learn the model's labels
-25       none                             attempts of members 22 and 24, rounded to 8 bits
-=======  =============  =========  =====  ======================================================
+=======  =============  =========  =====  ====================================================
+1        cross-entropy  20 -> 0    100    memory 0.95, noise 0.3
+2        runner-up-2    6 -> 0     100
+3        margin         10         100    memory 0.9, random start of 3 nats
+4        cross-entropy  20         100    memory 0.9
+5        runner-up-3    6 -> 0     100
+6        margin         1          100    from the best attempt
+7        runner-up-2    20 -> 0    100    memory 0.95, noise 0.3
+8        runner-up-4    20 -> 0    100    memory 0.95, noise 0.3, random start of 10 nats
+9        dlr            10 -> 0    100
+10       runner-up-4    5          100    memory 0.95
+11       runner-up-2    20 -> 0    100    memory 0.95, noise 0.3, from the best attempt
+12       margin         10         200    memory 0.9, from the best attempt
+=======  =============  =========  =====  ====================================================
 
-- *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained
-  against small changes of every pixel are flat around an image.
-- *Memory*: the share of the accumulated gradients that is kept in each step. Networks without
-  adversarial training bend within the ball, and gradients at the clean image mislead.
-- *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was
-  still rising.
-- Members 1 to 22 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on
-  balls without plans. Member 23 is :class:`~wball.ScoreSearch`.
-- Member 24 (:class:`wball.attacks.control.Student`) uses nothing of the model but its labels, so
-  that no mask matters to it. It runs if more images survive than one in fifty, on the bundled
-  network whose examples fool the model most often, or on a small one with random weights. Rounds of
-  learning and attacking follow each other until nothing new is broken.
-- Members 22 and 25 run if the images are 8-bit images: a model may be weak only there.
+- *Noise*: gradients are taken at noisy copies of the images, less noisy in every step
+  (:class:`~wball.attacks.base.SteppedAttack`). Networks trained against small changes of every
+  pixel are flat around an image, and others bend within the ball.
+- *Memory*: the share of the accumulated gradients that is kept in each step. A decay of 1 lets the
+  step size fall linearly to 0.
+- *Best attempt*: the member begins there, and its runner-up is that of the attempt.
+- The members are :class:`~wball.DualAveraging`. They were chosen on training images
+  (``python -m benchmarks ablation``).
+- ``extra`` members of your own run after them, and are named in the results.
+- :class:`~wball.ScoreSearch` then looks at the first :data:`SEARCHED` survivors with 1,000 forward
+  passes, without gradients. If it breaks one of them, it goes on with all others.
 - Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
 All members attack the view of the model that :mod:`wball.attacks.views` selects. If no gradients
-predict it clearly, the search has 5,000 forward passes. Random models are averaged, and the
-majority of 15 answers decides. If an example has a tiny margin (:data:`CLEARLY`), the next members
-search for a clearer one; otherwise it counts if it is also an example in a batch of its own.
-``result.findings`` lists what the views and the control experiments (:mod:`wball.attacks.control`)
-say about the numbers.
+predict it clearly, the search has 5,000 forward passes for every survivor. Random models are
+averaged, and the majority of 15 answers decides. A member goes on until the margin of an example is
+clear (:data:`CLEARLY`), and the next members search for a clearer one; otherwise an example counts
+if it is also one in a batch of its own. ``result.findings`` lists what the views and the control
+experiments (:mod:`wball.attacks.control`) say about the numbers.
 
-``"fast"`` is a quick look: cross-entropy, margin, runner-up-2 and runner-up-3 with 30 steps of 6 ->
-0 each.
+``"fast"`` is a quick look: cross-entropy, margin, runner-up-2 and runner-up-3 with 30 steps each,
+without random numbers, so that no image's result depends on the other images.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -79,11 +65,10 @@ from wball.attacks import control
 from wball.attacks.attack import (
     Attack,
     AttackResult,
-    AttackStatus,
     StepCount,
     Task,
+    check_attack,
     empty,
-    to_levels,
     updated,
     without,
 )
@@ -95,10 +80,8 @@ from wball.attacks.base import (
     reported_loss,
 )
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.findings import FEW_SURVIVORS, Finding, ModelWarning, merged
-from wball.attacks.levels import on_levels
+from wball.attacks.findings import Finding, ModelWarning, merged
 from wball.attacks.score_search import ScoreSearch
-from wball.attacks.stand_ins import Smoothed
 from wball.attacks.views import LOOKED_AT, View, best_view, find_signs
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
@@ -108,41 +91,35 @@ Journal = Callable[[Task, torch.Generator, Callable[[], AttackResult]], AttackRe
 """Runs the attack of a member on a task, or returns its stored result if it ran before an
 interruption (:mod:`wball.evaluation.journal`)."""
 
-VERSION = 6
+VERSION = 7
 """Number of the member list; results name it."""
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the search: with useful gradients, and without."""
-CLEARLY = 1e-3
-"""Margin of a clear example, relative to the logits. In a batch of another size sums are added in
-another order, so that an example with a smaller margin may be none there."""
-NEAR = 0.1
-"""An attempt is almost an example if its margin is below this share of the clean image's."""
-STUDENT_ROUNDS, SAMPLES = 8, 4
-"""Attacks on a student at most, and random points per image whose labels it learns."""
-AUDITION = 16
-"""Images that networks for a student to start from are compared on."""
+SEARCHED = 64
+"""Survivors that the search looks at first, where gradients are useful."""
+CLEARLY = 1e-2
+"""Margin of a clear example, relative to the largest logit: five times what the ten bits of TF32
+lose in a network of a few layers. Sums in another order lose less."""
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """Settings of one gradient attack of the ensemble."""
 
     objective: str
-    step_size: float = 6.0
+    step_size: float = 20.0
     steps: int = 100
     decay: float = 1.0
-    memory: float = 1.0
+    memory: float = 0.95
+    noise: float = 0.0
     random_start: float = 0.0
     from_best: bool = False
-    near: bool = False
-    smoothed: float = 0.0
-    on_bytes: bool = False
 
     @property
     def steady(self) -> bool:
         """Whether the last steps are as long as the first, so that they show whether more steps
         would help."""
-        return self.decay == 0 and self.memory == 1 and self.steps >= 100
+        return self.decay == 0 and self.memory == 1
 
     @property
     def rank(self) -> int:
@@ -154,69 +131,44 @@ class _Member:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value)
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
-        return DualAveraging(
-            ball,
-            objective=self.objective,
-            steps=self.steps,
-            step_size=self.step_size,
-            decay=self.decay,
-            memory=self.memory,
-            random_start=self.random_start,
-            progress=False,
-            proofs=proofs,
-        )
+        settings = asdict(self)
+        del settings["from_best"]
+        return DualAveraging(ball, clearly=CLEARLY, progress=False, proofs=proofs, **settings)
 
 
-SEARCH = _Member("scores")
-"""The search without gradients, which has no other settings."""
-
-MEMBERS: dict[str, tuple[_Member, ...]] = {
+MEMBERS: dict[str, tuple[Member, ...]] = {
     "standard": (
-        _Member("cross-entropy"),
-        _Member("margin"),
-        _Member("runner-up-2"),
-        _Member("runner-up-3"),
-        _Member("runner-up-4", step_size=3.0, decay=0.0, steps=60),
-        _Member("runner-up-5", steps=60),
-        _Member("margin", step_size=3.0, decay=0.0, steps=150),
-        _Member("runner-up-2", step_size=10.0, decay=0.0, steps=80, memory=0.9),
-        _Member("runner-up-3", step_size=10.0, decay=0.0, steps=80, memory=0.9),
-        _Member("dlr", step_size=10.0, steps=60),
-        _Member("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
-        _Member("cross-entropy", random_start=3.0),
-        _Member("margin", step_size=10.0, decay=0.0, steps=200, memory=0.9),
-        _Member("cross-entropy", step_size=10.0, decay=0.0, memory=0.9),
-        _Member("margin", steps=60, from_best=True),
-        _Member("margin", step_size=5.0, decay=0.0, steps=150, memory=0.95, from_best=True),
-        _Member("margin", step_size=10.0, decay=0.0, steps=150, memory=0.9, from_best=True),
-        _Member("margin", steps=40, smoothed=0.2),
-        _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
-        _Member(
-            "margin", step_size=3.0, decay=0.0, steps=200, memory=0.97, near=True, from_best=True
-        ),
-        _Member("margin", step_size=0.5, decay=0.0, steps=150, from_best=True),
-        _Member("margin", steps=40, on_bytes=True),
+        Member("cross-entropy", noise=0.3),
+        Member("runner-up-2", 6.0, memory=1.0),
+        Member("margin", 10.0, decay=0.0, memory=0.9, random_start=3.0),
+        Member("cross-entropy", decay=0.0, memory=0.9),
+        Member("runner-up-3", 6.0, memory=1.0),
+        Member("margin", 1.0, decay=0.0, memory=1.0, from_best=True),
+        Member("runner-up-2", noise=0.3),
+        Member("runner-up-4", noise=0.3, random_start=10.0),
+        Member("dlr", 10.0, memory=1.0),
+        Member("runner-up-4", 5.0, decay=0.0),
+        Member("runner-up-2", noise=0.3, from_best=True),
+        Member("margin", 10.0, steps=200, decay=0.0, memory=0.9, from_best=True),
     ),
     "fast": tuple(
-        _Member(name, steps=30)
-        for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")
+        Member(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")
     ),
 }
-
-TRANSFERRED = tuple(_Member(name, steps=30) for name in ("margin", "cross-entropy", "runner-up-2"))
-"""Attacks on a student, by turns."""
 
 
 @dataclass(frozen=True)
 class StandardAttack(Attack):
     """The ensemble of the given version; see the module for its members.
 
-    ``result.member`` is the member (from 0) that broke each image, -1 if none did. ``result.loss``
-    is the cross-entropy of the true class (minus that of the target). Images that survived come
-    with the attempt of highest loss.
+    ``result.member`` is the member (from 0) that broke each image, -1 if none did;
+    ``attack.describe()["members"]`` names them. ``result.loss`` is the cross-entropy of the true
+    class (minus that of the target). Images that survived come with the attempt of highest loss.
 
     Attributes:
         version: ``"standard"`` or ``"fast"``.
+        extra: attacks of your own, which run on the survivors of the gradient members; the ball is
+            that of the ensemble.
         check: warn of signs that a robust accuracy may be an artefact
             (:class:`wball.attacks.findings.ModelWarning`).
         view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
@@ -224,6 +176,7 @@ class StandardAttack(Attack):
     """
 
     version: Version = "standard"
+    extra: Sequence[Attack] = ()
     check: bool = True
     view: View | None = field(default=None, repr=False, compare=False)
     journal: Journal | None = field(default=None, repr=False, compare=False)
@@ -231,43 +184,30 @@ class StandardAttack(Attack):
     def __post_init__(self) -> None:
         super().__post_init__()
         inputs.check_choice("version", self.version, MEMBERS)
+        for attack in self.extra:
+            check_attack(attack)
+        object.__setattr__(self, "extra", tuple(self.extra))
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, with the number of the version and the list of members."""
         members = [str(member) for member in MEMBERS[self.version]]
+        for attack in self.extra:
+            settings = {key: value for key, value in attack.describe().items() if value}
+            members.append(", ".join(f"{key} {value}" for key, value in settings.items()))
         if self.version == "standard":
-            search = f"search without gradients, {QUERIES} forward passes"
-            members += [search, "students", "8-bit rounding"]
+            members.append(f"search without gradients, {QUERIES} forward passes")
         return {**super().describe(), "version_number": VERSION, "members": members}
 
-    def members(
-        self,
-        *,
-        targeted: bool = False,
-        classes: int | None = None,
-        hidden: bool = False,
-    ) -> tuple[GradientAttack, ...]:
-        """The attacks of the ensemble, in order.
-
-        Args:
-            targeted: leave out runner-up members.
-            classes: leave out runner-up members for classes that do not exist.
-            hidden: as for a model without useful gradients.
-        """
-        kinds = self._gradient_members(targeted, classes)
-        members = tuple(kind.on(self.ball, self.proofs) for kind in kinds)
-        if self.version != "standard":
-            return members
-        queries = QUERIES_IF_HIDDEN if hidden else QUERIES
-        return *members, ScoreSearch(self.ball, queries=queries, progress=False, proofs=self.proofs)
-
-    def _gradient_members(self, targeted: bool, classes: int | None) -> list[_Member]:
+    def members(self, *, targeted: bool = False, classes: int | None = None) -> tuple[Member, ...]:
+        """The gradient members, in order: without runner-ups if ``targeted``, or if the model has
+        too few ``classes``."""
         most = 0 if targeted else math.inf if classes is None else classes - 1
-        return [member for member in MEMBERS[self.version] if member.rank <= most]
+        return tuple(member for member in MEMBERS[self.version] if member.rank <= most)
 
     @property
     def n_gradients(self) -> int:
-        return sum(member.n_gradients for member in self.members())
+        own = sum(member.steps for member in self.members())
+        return own + sum(attack.n_gradients for attack in self.extra)
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:
         for message in find_signs(model, x, y).values() if self.check else ():
@@ -294,166 +234,122 @@ class StandardAttack(Attack):
         if task.target is not None:
             check_classes("target", task.target, outputs)
         view = self.view or best_view(task.model, x, task.y, self.ball)
-        hidden, classes = not (view.is_useful and view.clear), outputs.shape[1]
-        targeted = task.target is not None
-        members = self.members(targeted=targeted, classes=classes, hidden=hidden)
-        if self.levels is not None:
-            members = tuple(replace(member, until_success=False) for member in members)
-        kinds = [*self._gradient_members(targeted, classes), SEARCH]
-        ensemble = _Ensemble(self, view, task)
-        steps = 0
-        for number, (kind, member) in enumerate(zip(kinds, members, strict=False)):
-            here = ensemble.attacked_by(kind)
-            if progress is not None:
-                progress.reach(steps, here.numel())
-            steps += member.n_gradients
-            if here.numel() == 0:
-                continue
-            part = replace(task.take(here), model=view.model)
-            if kind.from_best and ensemble.best is not None:
-                part = replace(part, start=ensemble.best.images[here])
-            if kind.smoothed:
-                if view.random:  # averaged already
-                    continue
-                smoothed = Smoothed(view.model, kind.smoothed, self.ball.box, generator)
-                part = replace(part, model=smoothed)
-            if kind.on_bytes:
-                part = replace(part, model=partial(_on_bytes, view.model))
-                member = replace(member, until_success=False)
-            run = partial(member.take(here).attack_batch, part, generator, progress)
-            with full_precision():  # examples that exist in TF32 only would end the search
-                found = run() if self.journal is None else self.journal(part, generator, run)
-            if kind.steady and found.rising is not None:
-                ensemble.rising[here] = found.rising
-            ensemble.add(number, here, found)
-            if kind.on_bytes:
-                ensemble.round_attempts(len(members) + 1, here, found)
+        members = self.members(targeted=task.target is not None, classes=outputs.shape[1])
+        chain = _Chain(self, view, task, generator, progress)
+        for number, member in enumerate(members):
+            start = chain.best.images if member.from_best and chain.best is not None else None
+            here = chain.unclear()
+            found = chain.run(number, here, member.on(self.ball, self.proofs), start)
+            if member.steady and found is not None and found.rising is not None:
+                chain.rising[here] = found.rising
+        for number, attack in enumerate(self.extra, len(members)):
+            chain.run(number, chain.unclear(), replace(attack, ball=self.ball, progress=False))
+        last = len(members) + len(self.extra)
         if self.version == "standard":
-            ensemble.attack_students(len(members), classes, generator)
-        best = ensemble.finish()
-        return replace(best, findings=self._findings(view, task, best, members[: len(kinds) - 1]))
+            chain.search(last)
+        best = chain.finish()
+        first = tuple(member.on(self.ball) for member in members[:4])
+        return replace(best, findings=self._findings(view, task, best, first, last))
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
         """The result on the levels. The view judges the members' examples."""
         return found if self.levels is None else super().stored(found, task)
 
     def _findings(
-        self, view: View, task: Task, best: AttackResult, members: tuple[GradientAttack, ...]
+        self,
+        view: View,
+        task: Task,
+        best: AttackResult,
+        members: tuple[GradientAttack, ...],
+        searched: int,
     ) -> tuple[Finding, ...]:
+        """What casts doubt on the result. ``searched`` is the number of the search."""
         assert best.member is not None and best.rising is not None
         count, survived = best.success.numel(), ~best.success
-        alive = int(survived.sum())
-        blind = int((best.member >= len(members)).sum())  # the search, students and rounding
         found = [
             control.not_finite(task.model, task.x, best.images),
-            Finding("masked-gradients", 0 if view.is_useful else alive, count),
-            Finding("black-box-stronger", blind, count),
+            Finding("masked-gradients", 0 if view.is_useful else int(survived.sum()), count),
+            Finding("black-box-stronger", int((best.member == searched).sum()), count),
             Finding("random-answers", count if view.random else 0, count),
             Finding("loss-still-rising", int(best.rising.sum()), count),
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
+        if not view.random:
+            found.append(control.precision_dependent(task, best))
         if task.target is None:
-            found.append(control.missed_in_full_ball(members[:4], view, task, survived))
+            found.append(control.missed_in_full_ball(members, view, task, survived))
         return merged(found)
 
 
-class _Ensemble:
+class _Chain:
     """The best attempts of the members so far, on one batch.
 
     Attributes:
         best: the merged result; ``None`` before the first member.
         member: the member that broke each image, -1 for none.
         rising: images whose loss was still rising.
-        near: images whose best attempt is almost an example.
     """
 
-    def __init__(self, attack: StandardAttack, view: View, task: Task) -> None:
+    def __init__(
+        self,
+        attack: StandardAttack,
+        view: View,
+        task: Task,
+        generator: torch.Generator,
+        progress: StepCount | None,
+    ) -> None:
         self._attack, self._view, self._task = attack, view, task
+        self._generator, self._progress, self._steps = generator, progress, 0
         self.best: AttackResult | None = None
-        self._on_bytes = attack.levels is None and on_levels(task.x, 256)
         self.member = torch.full_like(task.y, -1)
-        self.rising, self.near, self._clear = (
-            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(3)
+        self.rising, self._clear = (
+            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(2)
         )
-        with torch.no_grad():
-            self._almost = NEAR * margin(ask(view.model, task.x), task.y, task.target)
 
-    def attacked_by(self, kind: _Member) -> Tensor:
-        """The images that a member should attack."""
-        left = ~self._clear
-        if kind.near:
-            left &= self.near | self.rising
-        if kind.on_bytes:
-            left &= self._on_bytes
-        return left.nonzero().squeeze(1)
+    def unclear(self) -> Tensor:
+        """The images without a clear example."""
+        return (~self._clear).nonzero().squeeze(1)
 
-    def add(self, number: int, here: Tensor, found: AttackResult) -> AttackResult:
-        """Merge the result of a member, with success judged on the model itself, and return it."""
-        part = self._task.take(here)
-        found = self._attack.take(here).stored(found, part)
-        found, ahead, clear = _judged(found, self._view, part)
-        self.near[here] |= ahead > self._almost[here]
-        self._clear[here] = clear
-        self._merge(number, here, found)
-        return found
-
-    def _merge(self, number: int, here: Tensor, found: AttackResult) -> None:
+    def run(
+        self, number: int, here: Tensor, attack: Attack, start: Tensor | None = None
+    ) -> AttackResult | None:
+        """Attack some images, from points ``start`` if they are given, and merge what is found."""
+        if self._progress is not None:
+            self._progress.reach(self._steps, here.numel())
+        self._steps += attack.n_gradients
+        if here.numel() == 0:
+            return None
+        if self._attack.levels is not None and isinstance(attack, GradientAttack):
+            attack = replace(attack, until_success=False)
+        task = self._task.take(here)
+        part = replace(task, model=self._view.model, start=None if start is None else start[here])
+        run = partial(attack.take(here).attack_batch, part, self._generator, self._progress)
+        journal = self._attack.journal
+        with full_precision():  # examples that exist in TF32 only would end the search
+            found = run() if journal is None else journal(part, self._generator, run)
+        found = self._attack.take(here).stored(found, task)
+        found, self._clear[here] = _judged(found, self._view, task)
         if self.best is None:
             self.best, better = found, torch.ones_like(found.success)
         else:
             better = _is_better(self.best, here, found)
             self.best = updated(self.best, here, found, better)
         self.member[here[found.success & better]] = number
+        return found
 
-    def survivors(self) -> Tensor:
-        assert self.best is not None
-        return (~self.best.success).nonzero().squeeze(1)
-
-    def attack_students(self, number: int, classes: int, generator: torch.Generator) -> None:
-        """Attack networks that imitate the model's labels, until no further image is broken."""
-        x, left, draws = self._task.x, self.survivors(), generator
-        if left.numel() <= FEW_SURVIVORS * len(x):
-            return
-        networks = control.untaught(x, classes, draws)
-        first = left[:AUDITION]
-        broken = [int(self._transfer(number, first, n, draws)[1].sum()) for n in networks]
-        network = networks[broken.index(max(broken))]
-        student = control.Student(network, self._task.model, draws)
-        points = [x, *(self._attack.ball.sample(x, draws) for _ in range(SAMPLES))]
-        for turn in range(1, STUDENT_ROUNDS + 1):
-            left = self.survivors()
-            if left.numel() == 0:
-                return
-            images, success = self._transfer(number, left, network, draws, turn)
-            if turn > 2 and not bool(success.any()):
-                return
-            student.learn(torch.cat([*points, images]))
-            points = []
-
-    def _transfer(
-        self, number: int, here: Tensor, network: Model, generator: torch.Generator, turn: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Attack a network in place of the model. Returns the images, and which of them are
-        adversarial for the model, unchanged or rounded to 8 bits."""
-        attack, kind = self._attack.take(here), TRANSFERRED[turn % len(TRANSFERRED)]
-        member = replace(kind.on(attack.ball, attack.proofs), until_success=False)
-        part = replace(self._task.take(here), model=network)
-        found = self.add(number, here, _claimed(member.attack_batch(part, generator)))
-        return found.images, found.success | self.round_attempts(number + 1, here, found)
-
-    def round_attempts(self, number: int, here: Tensor, attempts: AttackResult) -> Tensor:
-        """Round attempts on 8-bit images to 8 bits. Returns which of the rounded images are
-        examples."""
-        if here.numel() == 0 or not self._on_bytes:
-            return torch.zeros_like(attempts.success)
-        ball, part = self._attack.ball.take(here), self._task.take(here)
-        attempts = replace(attempts, n_steps=torch.zeros_like(here), queries=None)
-        found = to_levels(_claimed(attempts), ball, part, 256, self._view.judge)
-        broken = found.success.nonzero().squeeze(1)
-        if broken.numel():
-            self._merge(number, here[broken], found.take(broken))
-        return found.success
+    def search(self, number: int) -> None:
+        """Look for examples without gradients: of the first survivors, and of all others if there
+        are any."""
+        hidden = not (self._view.is_useful and self._view.clear)
+        queries = QUERIES_IF_HIDDEN if hidden else QUERIES
+        attack = self._attack
+        search = ScoreSearch(attack.ball, queries=queries, progress=False, proofs=attack.proofs)
+        here = self.unclear()
+        first = here if hidden else here[:SEARCHED]
+        self.run(number, first, search)
+        if bool((self.member[first] == number).any()):
+            self.run(number, here[len(first) :], search)
 
     def finish(self) -> AttackResult:
         """The final result, without examples that do not hold in a batch of their own."""
@@ -468,21 +364,9 @@ class _Ensemble:
         return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
 
 
-def _on_bytes(model: Model, x: Tensor) -> Tensor:
-    """The model's output at the nearest 8-bit images, with the gradient there."""
-    return ask(model, (255 * x).round().detach() / 255 + (x - x.detach()))
-
-
-def _claimed(attempts: AttackResult) -> AttackResult:
-    """The result with every attempt claimed as an example, to be judged later."""
-    success = torch.ones_like(attempts.success)
-    return replace(attempts, success=success, status=(AttackStatus.FOUND,) * success.numel())
-
-
-def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor, Tensor]:
-    """A member's result, judged on the model itself, with its margin and which successes are
-    clear."""
-    with torch.no_grad():
+def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor]:
+    """A member's result, judged on the model itself, and which successes are clear."""
+    with torch.no_grad(), full_precision():
         logits = ask(view.model, found.images)
     score = cross_entropy(logits, task.y, task.target)
     loss = reported_loss(cross_entropy, score, targeted=task.target is not None)
@@ -490,7 +374,7 @@ def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, 
     found = without(replace(found, loss=loss), lost.nonzero().squeeze(1))
     ahead = margin(logits, task.y, task.target)
     clear = ahead > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return found, ahead, found.success & (clear | view.random)
+    return found, found.success & (clear | view.random)
 
 
 def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:

@@ -11,6 +11,7 @@ with class gradients (TensorFlow, scikit-learn, ...) is differentiated by its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,10 +26,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
-from wball.attacks.stand_ins import Pulled
 from wball.model import Model
 
 Array = NDArray[Any]
+
+
+class _Pulled(torch.autograd.Function):
+    """``scores``, whose gradient ``pull`` maps to that of the images ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scores: Tensor, pull: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.pull = pull
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return ctx.pull(gradients[0]), None, None
 
 
 class ArtAttack(EvasionAttack):
@@ -110,6 +123,6 @@ def _by_class_gradient(estimator: Any) -> Model:
                 by_class = torch.as_tensor(np.asarray(estimator.class_gradient(images))).to(x)
             return (gradient.view(*gradient.shape, *[1] * (x.ndim - 1)) * by_class).sum(1)
 
-        return Pulled.apply(x, torch.as_tensor(np.asarray(estimator.predict(images))).to(x), pull)
+        return _Pulled.apply(x, torch.as_tensor(np.asarray(estimator.predict(images))).to(x), pull)
 
     return predict
