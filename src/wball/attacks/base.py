@@ -303,7 +303,7 @@ class AttackBatch:
                 self._aim = objective.rival(first, task.y)
             success, loss = self.reached(logits), self.loss(logits)
             wrong = success.nonzero().squeeze(1)
-            if wrong.numel():  # an image that is wrong by rounding alone is attacked
+            if wrong.numel() and task.confirm:  # an image that is wrong by rounding alone is attacked
                 success[wrong] = task.take(wrong).judge(x[wrong])
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
@@ -378,9 +378,8 @@ class AttackBatch:
     def made_step(self, gradient: Tensor) -> Tensor:
         """Record a step along ``gradient``, and return the gradient with 0 where it is not
         finite."""
-        finite = gradient.isfinite()
-        gradient = torch.where(finite, gradient, 0.0)
-        dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        dead = (inputs.largest(gradient) == 0) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(
             status=status, n_steps=self._best.n_steps + (~self._best.clear)

@@ -117,5 +117,5 @@ class DualAveraging(SteppedAttack):
 
 def normalised(gradient: Tensor) -> Tensor:
     """Each image's gradient divided by its largest entry (0 stays 0)."""
-    largest = per_image(gradient.flatten(1).abs().amax(1), gradient)
-    return gradient / largest.clamp(min=torch.finfo(gradient.dtype).tiny)
+    size = inputs.largest(gradient).clamp(min=torch.finfo(gradient.dtype).tiny)
+    return gradient / per_image(size, gradient)

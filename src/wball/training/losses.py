@@ -58,7 +58,7 @@ class Opponent:
     ) -> tuple[Tensor, Tensor]:
         """Adversarial images of this process's shard ``x, y``, and which of them succeed."""
         draws = generator(self.seed, f"attack-{world.rank}", step, x.device)
-        result = self.attack.at(eps)(self.victim, x, y, generator=draws)
+        result = self.attack.at(eps)(self.victim, x, y, generator=draws, confirm=False)
         return result.images, result.success
 
 
