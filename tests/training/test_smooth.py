@@ -43,7 +43,7 @@ def test_the_gradient_of_linear_gain_moves_mass_to_the_maximiser(dtype: torch.dt
 
 
 def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
-    config = small_config(adversary=None, smooth=Smooth(0.1, ramp=0.0))
+    config = small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1), ramp=0.0))
     model, (x, y) = small_model(), small_data(8)
     objective = Objective(model, config, x)
     loss, right, survived = objective(x, x, y, 0.5, 0.1)
@@ -72,9 +72,9 @@ def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
 def test_settings_are_checked() -> None:
     assert preset("mnist-certified").smooth is not None
     with pytest.raises(ValueError, match="ramp"):
-        Smooth(0.1, ramp=2.0)
+        Smooth(WassersteinBall(0.1), ramp=2.0)
     with pytest.raises(ValueError, match="smooth"):
-        small_config(adversary=None, smooth=Smooth(0.1), provable=Provable(0.1))
+        small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1)), provable=Provable(0.1))
     flat = torch.zeros(1, 1, 1, 2)
     ball = WassersteinBall(0.1, DenseCost(torch.zeros(2, 2)))
     with pytest.raises(TypeError, match="matrix"):

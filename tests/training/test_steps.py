@@ -168,7 +168,13 @@ def test_the_provable_loss_ramps_from_clean_to_worst_case() -> None:
 def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
     x, y = small_data(32)
     settings = Smooth(
-        0.4, ramp=0.0, radius="per-image", low=0.01, start=0.05, grow=0.05, shrink=0.04
+        WassersteinBall(0.4),
+        ramp=0.0,
+        radius="per-image",
+        low=0.01,
+        start=0.05,
+        grow=0.05,
+        shrink=0.04,
     )
     config = small_config(adversary=None, epochs=4, smooth=settings)
     objective = Objective(small_model(), config, x)

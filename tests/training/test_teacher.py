@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
+from wball import WassersteinBall
 from wball.training import Loss, Optimisation, Provable, Smooth, train
 from wball.training.losses import Objective, Teacher
 
@@ -53,7 +54,7 @@ def test_every_loss_sees_the_teacher() -> None:
     targets = Teacher(other_model(), small_config(loss=Loss(teacher=0.5)), x, y).targets(x, y)
     for config in (
         small_config(loss=Loss(teacher=0.5)),
-        small_config(adversary=None, smooth=Smooth(0.1), loss=Loss(teacher=0.5)),
+        small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1)), loss=Loss(teacher=0.5)),
     ):
         hard = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1)
         soft = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1, targets)

@@ -92,7 +92,9 @@ def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
             small_model(),
         ),
         "smooth": (
-            dataclasses.replace(plain, epochs=3, noise=0.01, smooth=Smooth(0.1, ramp=0.0)),
+            dataclasses.replace(
+                plain, epochs=3, noise=0.01, smooth=Smooth(WassersteinBall(0.1), ramp=0.0)
+            ),
             small_model(),
         ),
     }

@@ -303,7 +303,9 @@ class AttackBatch:
                 self._aim = objective.rival(first, task.y)
             success, loss = self.reached(logits), self.loss(logits)
             wrong = success.nonzero().squeeze(1)
-            if wrong.numel() and task.confirm:  # an image that is wrong by rounding alone is attacked
+            if (
+                wrong.numel() and task.confirm
+            ):  # an image that is wrong by rounding alone is attacked
                 success[wrong] = task.take(wrong).judge(x[wrong])
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)

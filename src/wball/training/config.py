@@ -11,6 +11,8 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks import Attack
 from wball.attacks.attack import check_attack
+from wball.ball import Ball, WassersteinBall
+from wball.cost import DenseCost
 from wball.data import dataset_info
 from wball.zoo.architectures import architectures
 
@@ -134,7 +136,7 @@ class RadiusSchedule:
     def scale(self, progress: float) -> float:
         """The factor of all radii at a share ``progress`` of the run.
 
-        >>> Smooth(0.1, ramp=0.5).scale(0.25)
+        >>> Smooth(WassersteinBall(0.1), ramp=0.5).scale(0.25)
         0.5
         """
         return min(1.0, progress / self.ramp) if self.ramp > 0 else 1.0
@@ -156,15 +158,23 @@ class Smooth(RadiusSchedule):
     their clean accuracy.
 
     Attributes:
-        eps: (largest) radius of the ball, in (fraction of mass) x (pixels).
+        ball: the threat model; its ``eps`` is the (largest) radius.
     """
 
-    eps: float
+    ball: WassersteinBall
     ramp: float = field(default=0.3, kw_only=True)
 
     def __post_init__(self) -> None:
-        inputs.check_positive("eps", self.eps)
+        if not isinstance(self.ball, WassersteinBall) or isinstance(self.ball.cost, DenseCost):
+            raise TypeError(
+                f"ball must be a WassersteinBall with a cost by moves, got {self.ball!r}"
+            )
+        inputs.check_positive("the ball's eps", self.eps)
         self.check_radii(self.eps)
+
+    @property
+    def eps(self) -> float:
+        return _single(self.ball)
 
 
 @dataclass(frozen=True)
@@ -181,15 +191,18 @@ class Adversary(RadiusSchedule):
 
     def __post_init__(self) -> None:
         check_attack(self.attack)
-        if isinstance(self.attack.ball.eps, Tensor):
-            raise ValueError(
-                "the attack's ball has one eps per image; training needs a single number"
-            )
         self.check_radii(self.eps)
 
     @property
     def eps(self) -> float:
-        return float(self.attack.ball.eps)
+        return _single(self.attack.ball)
+
+
+def _single(ball: Ball) -> float:
+    """The radius of a ball that has one for all images."""
+    if isinstance(ball.eps, Tensor):
+        raise ValueError("the ball has one eps per image; training needs a single number")
+    return ball.eps
 
 
 @dataclass(frozen=True)

@@ -11,37 +11,36 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
-from wball.certificates.smoothing import flow_noise
-from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
-from wball.model import as_found, ask, check_classes, other_images
 from wball.progress import bar as progress_bar
 from wball.provenance import describe_settings
 from wball.storage.files import check_file, clear_parts, locked, write_tensors, write_whole
 from wball.storage.weights import load_weights, save_weights
 from wball.training.config import OWN, Optimisation, TrainConfig
-from wball.training.losses import Objective, Opponent, Radii, Teacher, measure
+from wball.training.losses import Loss, Radii, measure
+from wball.training.source import Source
 from wball.training.state import (
     Average,
-    MetricsLog,
     World,
     current,
     generator,
     load_state,
     pack_optimizer,
     unpack_optimizer,
+    write_metrics,
 )
+from wball.training.step import Augmentation, Step
 from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
@@ -77,6 +76,9 @@ def train(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     init: str | os.PathLike[str] | None = None,
     teacher: nn.Module | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    augmentations: Sequence[Augmentation] = (),
+    loss: Loss | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
@@ -92,13 +94,19 @@ def train(
 
     Args:
         config: the settings; see :func:`~wball.training.preset`.
-        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader``. It is read
-            once and kept on the device in the model's precision.
+        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader``. A data set
+            of more than a gigabyte is read batch by batch; anything else is read once and kept on
+            the device in the model's precision.
         test: test images and labels; without them nothing is measured.
         model: the network to train, in place, or a function that builds it, which is called with
             ``config.seed`` set (default: a fresh ``config.architecture``, seeded).
         init: file of weights to fine-tune; any file that :func:`wball.load_weights` reads.
         teacher: a trained network for soft labels (``config.loss.teacher``).
+        optimizer: a function from parameters to an optimizer, such as
+            ``lambda p: torch.optim.Adam(p, 1e-3)``; its learning rates follow the schedule.
+        augmentations: functions ``(images, generator) -> images``, after those of the settings.
+        loss: a function ``(network, x, z, y) -> (loss, logits)`` of clean and training images and
+            their labels, such as TRADES; accuracy is counted by its logits.
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the
             checkpoint.
         device: the device to train on.
@@ -113,111 +121,87 @@ def train(
         raise TypeError(
             f'config must be a TrainConfig, such as wball.training.preset("mnist-standard"), got {config!r}'
         )
-    world, device = current(), torch.device(device)
-    folder = None if out is None else Path(out)
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
-    for name in (f"{config.name}.safetensors", f"{config.name}.json", "checkpoint.safetensors"):
-        check_file(None if folder is None else folder / name)
+    world, device, folder = current(), torch.device(device), _folder(config, out)
     with torch.random.fork_rng(devices=[]):
         # A loader that shuffles yields the same order in each process and after each restart.
         torch.default_generator.manual_seed(config.seed)
-        x, y = to_tensors(data, device=device)
-        tests = None if test is None else to_tensors(test, device=device)
-
-    options, network = config.optimisation, _start(config, model, init, device)
-    x = _fitting("data", network, x, y)
-    tests = None if tests is None else (_fitting("test", network, *tests), tests[1])
+        images = Source(data, device)
+        tests = None if test is None else Source(test, device)
+    network = _start(config, model, init, device)
+    images.fit("data", network)
+    measured = None if tests is None else tests.fit("test", network).whole()
     if world.size > 1 and device.type == "cuda":
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    run = _Run(config, network, len(x), folder, world, checkpoint_every, time_limit)
-    average, optimizer, radii = run.average, run.optimizer, run.radii
-    objective: nn.Module = Objective(network, config, x)
-    if world.size > 1:
-        objective = DistributedDataParallel(objective, find_unused_parameters=_idle(network, x))
-    if (teacher is None) != (config.loss.teacher == 0):
-        raise ValueError(
-            f"loss.teacher is {config.loss.teacher:g}, and teacher is "
-            f"{'missing' if teacher is None else 'given'}: give both, or none"
-        )
-    guide, opponent = None if teacher is None else Teacher(teacher, config, x, y), None
-    if config.adversary is not None:
-        opponent = Opponent(config.adversary, options, network, config.seed)
-    augmentations, per_epoch = _augmentations(config), run.per_epoch
+    step = Step(config, network, images, teacher, augmentations, loss)
+    run = _Run(config, network, len(images), folder, world, checkpoint_every, time_limit, optimizer)
+    run.origin = None if init is None else Path(init).name
+    run.own = describe_settings([optimizer, list(augmentations), loss])
     # An attack that drops broken images changes the batch size, and each size is benchmarked anew.
     drops = config.adversary is not None and getattr(config.adversary.attack, "until_success", True)
     with (
         _products(device, "high", benchmark=not drops),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        run.opened(x, y, None if init is None else Path(init).name),
+        run.opened(images),
         run.stopping(),
-        _bar(progress, world.main, config, per_epoch) as tick,
+        _bar(progress, world.main, config, run.per_epoch) as tick,
     ):
         while not run.finished:
-            epoch, first = divmod(run.step, per_epoch)
-            order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(
-                device
-            )
-            network.train()
-            for batch in range(first, per_epoch):
-                elapsed = run.progress()
-                for group in optimizer.param_groups:
-                    group["lr"] = options.lr_at(elapsed, config.epochs)
+            _epoch(run, step, tick)
+            run.end_epoch(measured, on_epoch)
+    return _finished(run)
 
-                _seed(
-                    generator(config.seed, f"network-{world.rank}", run.step).initial_seed(), device
-                )
-                index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
-                images, labels = x[index], world.shard(y[index])
-                if augmentations:
-                    draws = generator(config.seed, "augment", run.step, device)
-                    for augment in augmentations:
-                        images = augment(images, draws)
-                clean = trained = world.shard(images)
-                if config.noise > 0:
-                    noisy = flow_noise(
-                        images, config.noise, generator(config.seed, "noise", run.step, device)
-                    )
-                    trained = world.shard(noisy)
-                eps = 0.0 if radii is None else radii.batch(index, elapsed, world)
-                broken = None
-                if opponent is not None:
-                    trained, broken = opponent(clean, labels, eps, run.step, world)
 
-                targets = None if guide is None else guide.targets(clean, labels)
-                loss, right, survived = objective(clean, trained, labels, elapsed, eps, targets)
-                if radii is not None:
-                    radii.follow(index, ~survived if broken is None else broken, world)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                if options.clip is not None:
-                    nn.utils.clip_grad_norm_(network.parameters(), options.clip)
-                optimizer.step()
-                average.update()
+def _folder(config: TrainConfig, out: str | os.PathLike[str] | None) -> Path | None:
+    """The folder ``out``, in which all files of a run can be written."""
+    if out is None:
+        return None
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
+    for name in (f"{config.name}.safetensors", f"{config.name}.json", "checkpoint.safetensors"):
+        check_file(folder / name)
+    return folder
 
-                run.count(loss.detach(), right, len(labels))
-                tick(run.step)
-                if run.finished:
-                    break
-                if batch + 1 < per_epoch:
-                    run.checkpoint()
-            run.end_epoch(epoch, tests, on_epoch)
 
+def _epoch(run: _Run, step: Step, tick: Callable[[int], None]) -> None:
+    """The steps of an epoch that are left."""
+    size, seed, device = run.config.batch_size, run.config.seed, run.totals.device
+    epoch, first = divmod(run.step, run.per_epoch)
+    order = torch.randperm(len(step.images), generator=generator(seed, "order", epoch)).to(device)
+    run.model.train()
+    for batch in range(first, run.per_epoch):
+        elapsed = run.progress()
+        _seed(generator(seed, f"network-{run.world.rank}", run.step).initial_seed(), device)
+        index = order[batch * size : (batch + 1) * size]
+        loss, right, count = step(index, run.step, elapsed, run.radii)
+        run.update(loss, elapsed)
+        run.count(loss.detach(), right, count)
+        tick(run.step)
+        if run.finished:
+            return
+        if batch + 1 < run.per_epoch:
+            run.checkpoint()
+
+
+def _finished(run: _Run) -> TrainResult:
+    """The result of a run that is over, after writing its files."""
+    config, average = run.config, run.average
     accuracy = run.history[-1]["train_accuracy"]
     if run.step < run.total and accuracy < 0.5:
         warnings.warn(
             f"time_limit ended training at step {run.step} of {run.total} with a training accuracy "
             f"of {100 * accuracy:.0f} %: raise time_limit",
-            stacklevel=2,
+            stacklevel=5,
         )
     average.model.eval()
-    for mine, theirs in zip(average.model.parameters(), network.parameters(), strict=True):
+    for mine, theirs in zip(average.model.parameters(), run.model.parameters(), strict=True):
         mine.requires_grad_(theirs.requires_grad)  # so that averages can be trained further
     card = run.card()
-    if folder is not None and world.main:
-        save_weights(average.model, folder / f"{config.name}.safetensors")
-        write_whole(folder / f"{config.name}.json", (json.dumps(card, indent=2) + "\n").encode())
-    world.wait()
+    if run.folder is not None and run.world.main:
+        save_weights(average.model, run.folder / f"{config.name}.safetensors")
+        text = json.dumps(card, indent=2) + "\n"
+        write_whole(run.folder / f"{config.name}.json", text.encode())
+    run.world.wait()
     return TrainResult(average.model, run.history, card)
 
 
@@ -233,6 +217,7 @@ class _Run:
         world: World,
         checkpoint_every: int | None,
         time_limit: float | None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     ) -> None:
         if checkpoint_every is not None:
             inputs.check_count("checkpoint_every", checkpoint_every)
@@ -244,14 +229,16 @@ class _Run:
         self.total = self.per_epoch * config.epochs
         device, schedule = next(model.parameters()).device, config.adversary or config.smooth
         self.average = Average(model, config.optimisation.ema)
-        self.optimizer = _optimizer(model, config.optimisation)
+        build = partial(_optimizer, options=config.optimisation) if optimizer is None else optimizer
+        self.optimizer = build(model.parameters())
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.radii = None if schedule is None else Radii(schedule, images, device)
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
         self.data: dict[str, Any] = {}
         self.origin: str | None = None
+        self.own: Any = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
-        self.log: MetricsLog | None = None
         self._progress, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
         self._first = True
 
@@ -268,6 +255,19 @@ class _Run:
             progress = self.world.agreed(max(progress, min(1.0, self.seconds / self.time_limit)))
         self._progress = progress
         return progress
+
+    def update(self, loss: Tensor, elapsed: float) -> None:
+        """Change the weights along the gradient of the loss, at the rate of the schedule."""
+        options = self.config.optimisation
+        share = options.lr_at(elapsed, self.config.epochs) / options.lr
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * share
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if options.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
+        self.optimizer.step()
+        self.average.update()
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
         """Add a step of all processes to the totals, so that any number of them can resume.
@@ -286,16 +286,14 @@ class _Run:
             self._tick = time.perf_counter()
 
     def end_epoch(
-        self,
-        epoch: int,
-        tests: tuple[Tensor, Tensor] | None,
-        on_epoch: Callable[[Record], None] | None,
+        self, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
     ) -> None:
         """Evaluate the model, log the metrics and save a checkpoint."""
         (loss, right), images = self.totals.tolist(), self.images
+        epoch = math.ceil(self.step / self.per_epoch)
         if not math.isfinite(loss):
             raise ValueError(
-                f"the loss is {loss} in epoch {epoch + 1}: training diverged. Lower optimisation.lr (it is "
+                f"the loss is {loss} in epoch {epoch}: training diverged. Lower optimisation.lr (it is "
                 f"{self.config.optimisation.lr:g}) or set optimisation.clip, and begin in another folder"
             )
         self.totals.zero_()
@@ -304,14 +302,14 @@ class _Run:
         # Statistics differ between processes: evaluate those that are saved.
         self.world.spread(self.average.model.buffers())
         record: Record = {
-            "epoch": epoch + 1,
+            "epoch": epoch,
             "step": self.step,
             "seconds": round(self.seconds, 3),
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss": loss / images,
             "train_accuracy": right / images,
         }
-        if tests is not None and (self.finished or (epoch + 1) % self.config.evaluation.every == 0):
+        if tests is not None and (self.finished or epoch % self.config.evaluation.every == 0):
             self.average.model.eval()
             with _products(tests[0].device, "highest"):  # measure the network that is saved
                 record |= measure(self.config, self.average.model, *tests)
@@ -319,8 +317,8 @@ class _Run:
         if self.radii is not None and self.radii.values.numel():
             record["mean_radius"] = float(self.radii.values.mean())
         self.history.append(record)
-        if self.log is not None:
-            self.log.write(record)
+        if self.folder is not None and self.world.main:
+            write_metrics(self.folder, self.history)
         if on_epoch is not None and self.world.main:
             on_epoch(record)
         self.checkpoint(now=self.finished)
@@ -363,19 +361,19 @@ class _Run:
             "history": self.history,
             "data": self.data,
             "init": self.origin,
+            "own": self.own,
             "torch": torch.__version__,
         }
         write_tensors(path, tensors, header)
 
-    def restore(self, x: Tensor, y: Tensor, init: str | None) -> None:
+    def restore(self, images: Source) -> None:
         """Resume from the checkpoint in the folder, if there is one; open the log."""
         # Labels identify the data: images are many bytes, and their last bits depend on the device.
         self.data = {
-            "images": len(x),
-            "shape": list(x.shape[1:]),
-            "labels": zlib.crc32(y.cpu().numpy().tobytes()),
+            "images": len(images),
+            "shape": list(images.first.shape[1:]),
+            "labels": zlib.crc32(images.labels.cpu().numpy().tobytes()),
         }
-        self.origin = init
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
         found: tuple[dict[str, Tensor], Any] | None = None
         if path is not None and self.world.main and path.is_file():
@@ -385,7 +383,7 @@ class _Run:
             self._resume(found[0], found[1], str(path))
         if self.folder is not None and self.world.main:
             clear_parts(self.folder)
-            self.log = MetricsLog(self.folder, self.history)
+            write_metrics(self.folder, self.history)
         self._tick = time.perf_counter()
         self.progress()
 
@@ -393,6 +391,7 @@ class _Run:
         _check_same(header["config"], describe_settings(self.config), path)
         _check_same(header["data"], self.data, path, "data")
         _check_same(header["init"], self.origin or header["init"], path, "init")
+        _check_same(header["own"], self.own, path, "optimizer, augmentations or loss")
         self.origin = header["init"]
         part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
         theirs, ours = (
@@ -437,15 +436,11 @@ class _Run:
     # ---- start and end
 
     @contextmanager
-    def opened(self, x: Tensor, y: Tensor, init: str | None) -> Iterator[None]:
+    def opened(self, images: Source) -> Iterator[None]:
         """Lock the folder for this run and resume from it."""
         with locked(self.folder) if self.folder is not None and self.world.main else nullcontext():
-            try:
-                self.restore(x, y, init)
-                yield
-            finally:
-                if self.log is not None:
-                    self.log.close()
+            self.restore(images)
+            yield
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
@@ -511,37 +506,6 @@ def _start(
     return model.to(device, memory_format=layout)  # type: ignore[call-overload]
 
 
-def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Validate images and labels before training; return the images in the model's precision."""
-    if len(x) == 0:
-        raise ValueError(f"{name} has no images")
-    dtype = next(model.parameters()).dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"model has parameters of {dtype}: train it with model.float(), and bf16 in its Optimisation"
-        )
-    x = x.to(dtype)
-    try:
-        with as_found(model, x.device), torch.no_grad():
-            logits = ask(model, x[:2])
-    except RuntimeError as error:
-        with as_found(model, x.device), torch.no_grad():
-            instead = other_images(model, x[:2])
-        raise ValueError(
-            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}{instead}: {error}"
-        ) from error
-    check_classes(name, y, logits)
-    return x
-
-
-def _idle(model: nn.Module, x: Tensor) -> bool:
-    """Whether some parameters do not affect the logits and so have no gradients to synchronise."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
-        logits = ask(model.eval(), x[:2])
-        return any(g is None for g in torch.autograd.grad(logits.sum(), trained, allow_unused=True))
-
-
 def _seed(number: int, device: torch.device) -> None:
     """Seed random layers such as dropout, so that a repeated step draws the same numbers."""
     torch.default_generator.manual_seed(number)
@@ -550,31 +514,14 @@ def _seed(number: int, device: torch.device) -> None:
             torch.cuda.manual_seed(number)
 
 
-def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer:
-    fused = next(model.parameters()).is_cuda  # one launch for all parameters
+def _optimizer(parameters: Iterable[nn.Parameter], options: Optimisation) -> torch.optim.Optimizer:
+    """The optimizer of the settings."""
+    weights = list(parameters)
+    shared: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    shared["fused"] = weights[0].is_cuda  # one launch for all parameters
     if options.method == "adamw":
-        return torch.optim.AdamW(
-            model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=fused
-        )
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=options.lr,
-        momentum=0.9,
-        nesterov=options.nesterov,
-        weight_decay=options.weight_decay,
-        fused=fused,
-    )
-
-
-def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generator], Tensor]]:
-    chosen: list[Callable[[Tensor, torch.Generator], Tensor]] = []
-    if config.affine > 0:
-        chosen.append(RandomAffine(config.affine))
-    if config.augment or config.flip:
-        chosen.append(RandomCropFlip(config.augment, config.flip))
-    if config.cutout:
-        chosen.append(RandomCutout(config.cutout))
-    return chosen
+        return torch.optim.AdamW(weights, **shared)
+    return torch.optim.SGD(weights, momentum=0.9, nesterov=options.nesterov, **shared)
 
 
 @contextmanager

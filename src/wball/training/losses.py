@@ -15,12 +15,16 @@ from torch.nn import functional as F
 from wball import inputs
 from wball.attacks import Attack, StandardAttack
 from wball.attacks.attack import check_attack
-from wball.ball import WassersteinBall
 from wball.certificates.trust import UnsupportedModule
 from wball.model import Model, as_found, ask, check_classes, full_precision, top_class
 from wball.training.bounds import LinfBounds, linear_gain, verified
 from wball.training.config import Adversary, Optimisation, RadiusSchedule, Smooth, TrainConfig
+from wball.training.source import Source
 from wball.training.state import World, current, generator
+
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A loss of one's own: network, clean images, training images and labels to the mean loss and the
+logits of the training images."""
 
 CHUNK = 1000
 
@@ -104,16 +108,16 @@ class Teacher:
     It is not a module, so that its weights are not trained or averaged.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, x: Tensor, y: Tensor) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, images: Source) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"teacher must be a torch.nn.Module, got {model!r}")
-        options = config.optimisation
+        options, x = config.optimisation, images.first
         layout = torch.channels_last if options.channels_last else torch.preserve_format
         own = copy.deepcopy(model).to(x.device, memory_format=layout)  # type: ignore[call-overload]
         self.share = config.loss.teacher
         self.model = AsTrained(own, options).eval().requires_grad_(False)
         try:
-            check_classes("data", y, ask(self.model, x[:2]))
+            check_classes("data", images.labels, ask(self.model, x))
         except RuntimeError as error:
             raise ValueError(
                 f"the teacher cannot take images of shape {tuple(x.shape[1:])}: {error}"
@@ -133,12 +137,18 @@ class Objective(nn.Module):
     if a teacher has a share in them (:class:`Teacher`), else the labels. Returns the
     mean loss, the number of images predicted as their label, and which images survived: those that
     are robust to first order at their radius for :class:`~wball.training.Smooth`, else those that
-    are predicted as their label.
+    are predicted as their label. ``own`` replaces the cross-entropy.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, like: Tensor, own: Loss | None = None
+    ) -> None:
         super().__init__()
-        self.config, self._logits = config, AsTrained(model, config.optimisation)
+        if own is not None and (config.provable or config.smooth or config.loss.teacher):
+            raise ValueError(
+                "loss replaces the losses of provable, smooth and a teacher: drop them"
+            )
+        self.config, self._logits, self._own = config, AsTrained(model, config.optimisation), own
         self._bounds = _bounds(model, like) if config.provable is not None else None
 
     def forward(
@@ -151,7 +161,10 @@ class Objective(nn.Module):
         targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         targets = y if targets is None else targets
-        if self._bounds is not None:
+        if self._own is not None:
+            loss, logits = self._own(self._logits, x, z, y)
+            right = logits.argmax(1) == y
+        elif self._bounds is not None:
             loss, right = self._provable(x, y, progress)
         elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
             return self._smooth(x, z, y, targets, eps)
@@ -169,8 +182,10 @@ class Objective(nn.Module):
         z = z.detach().requires_grad_(True)
         logits = self._logits(z)
         (gradient,) = torch.autograd.grad(_excess(logits, y).sum(), z, create_graph=True)
+        assert self.config.smooth is not None
+        ball = self.config.smooth.ball.at(eps)
         own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
-        raised = logits + linear_gain(gradient, x, WassersteinBall(eps))[:, None] * (1 - own)
+        raised = logits + linear_gain(gradient, x, ball)[:, None] * (1 - own)
         loss = self._cross_entropy(raised, targets)
         return loss, (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 

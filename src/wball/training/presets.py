@@ -124,7 +124,15 @@ MNIST_CERTIFIED = TrainConfig(
     optimisation=Optimisation(
         "adamw", lr=3e-3, weight_decay=1e-4, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
     ),
-    smooth=Smooth(0.2, radius="per-image", low=0.05, start=0.05, grow=0.01, shrink=0.05, ramp=0.05),
+    smooth=Smooth(
+        WassersteinBall(0.2),
+        radius="per-image",
+        low=0.05,
+        start=0.05,
+        grow=0.01,
+        shrink=0.05,
+        ramp=0.05,
+    ),
     evaluation=Validation(every=5),
     summary="The paper's MNIST network, made to be certified: flow noise and robustness to first order.",
 )
@@ -134,7 +142,15 @@ MNIST_CERTIFIED_FAR = dataclasses.replace(
     name="mnist-certified-far",
     epochs=100,
     noise=0.004,
-    smooth=Smooth(0.35, radius="per-image", low=0.03, start=0.1, grow=0.01, shrink=0.05, ramp=0.05),
+    smooth=Smooth(
+        WassersteinBall(0.35),
+        radius="per-image",
+        low=0.03,
+        start=0.1,
+        grow=0.01,
+        shrink=0.05,
+        ramp=0.05,
+    ),
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
 
@@ -206,7 +222,7 @@ CIFAR10_CERTIFIED = TrainConfig(
     optimisation=Optimisation(
         "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
     ),
-    smooth=Smooth(0.003),
+    smooth=Smooth(WassersteinBall(0.003)),
     evaluation=Validation(every=10),
     summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
 )

@@ -110,28 +110,11 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-class MetricsLog:
-    """Metrics as JSON lines.
-
-    The file only grows. A run that resumes first rewrites it from the checkpoint's ``history``, so
-    that each epoch appears once, whatever happened to the file.
-    """
-
-    def __init__(self, folder: Path, history: list[dict[str, Any]]) -> None:
-        path = folder / "metrics.jsonl"
-        write_whole(path, b"".join(map(_line, history)))
-        self._file = path.open("ab")
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(_line(record))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record) + "\n").encode()
+def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
+    """Write the records of all epochs as JSON lines. A run that resumes begins with those of its
+    checkpoint, so that each epoch appears once, whatever happened to the file."""
+    lines = "".join(json.dumps(record) + "\n" for record in history)
+    write_whole(folder / "metrics.jsonl", lines.encode())
 
 
 @dataclass(frozen=True)
