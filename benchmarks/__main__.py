@@ -1,6 +1,7 @@
 """``python -m benchmarks NAME``: measure public calls, attacks and certificates.
 
-``calls`` times the public calls and ``growth`` how they grow. ``public`` attacks public networks,
+``calls`` times the public calls and ``growth`` how they grow, ``steps`` a step of adversarial
+training. ``public`` attacks public networks,
 ``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
 certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
 ``predecessors`` runs the attacks of others, ``smoothing`` their certificates. Each has a ``--help``
@@ -15,6 +16,7 @@ import sys
 NAMES = (
     "calls",
     "growth",
+    "steps",
     "public",
     "masks",
     "photos",

@@ -25,6 +25,7 @@ from benchmarks import (
     public,
     smoothing,
     soundness,
+    steps,
     validity,
 )
 from benchmarks.masked import MASKS
@@ -82,6 +83,16 @@ def test_smoothing_measures_the_best_pairs_of_network_and_noise(
     assert all(row["authors"][eps] <= row["tight"][eps] for row in full for eps in row["tight"])
     assert max(row["authors"]["0.01"] for row in full) == 1.0  # noise of 0.01, unanimous
     assert measured(smoothing.main, path, *words, "--networks", "any")["rows"] == rows
+
+
+def test_steps_are_measured_against_their_passes(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    words = ["--device", "cpu", "--batch", "2", "--gradients", "2", "--rounds", "1"]
+    rows = measured(steps.main, tmp_path / "s.json", *words)["rows"]
+    shares = {row["call"]: row["share"] for row in rows}
+    assert list(shares) == ["clean step", "passes", "DualAveraging", "PGD(reg=1000)", "PGD"]
+    assert shares["passes"] == 1.0 > shares["clean step"] and shares["DualAveraging"] > 1.0
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.slow

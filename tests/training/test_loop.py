@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from training.worker import small_config, small_data, small_model
@@ -30,6 +31,8 @@ from wball.training import (
     Validation,
     accuracy,
     robust_accuracy,
+    source,
+    state,
     train,
     verified_accuracy,
 )
@@ -343,6 +346,112 @@ MODEL, (X, Y) = small_model(), small_data(4)
 def test_settings_that_cannot_work_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError, NotADirectoryError), match=message):
         make()
+
+
+def trades(
+    network: torch.nn.Module, x: torch.Tensor, z: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    clean, hard = network(x), network(z)
+    apart = F.kl_div(hard.log_softmax(1), clean.softmax(1), reduction="batchmean")
+    return F.cross_entropy(clean, y) + 2 * apart, hard
+
+
+def darker(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    assert images.shape[1:] == (1, 14, 14)
+    return images * torch.rand((), generator=generator)
+
+
+def slower(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    weights = list(parameters)
+    groups = [{"params": weights[:2], "lr": 0.01}, {"params": weights[2:]}]
+    return torch.optim.SGD(groups, lr=0.1)  # type: ignore[arg-type]
+
+
+def test_one_step_is_that_of_a_loop_of_ones_own() -> None:
+    """Optimizer, augmentation, loss and attack, in this order, against the same by hand."""
+    (x, y), model = small_data(16), small_model()
+    attack = DualAveraging(WassersteinBall(0.3), steps=2, until_success=False)
+    config = small_config(
+        epochs=1, augment=0, adversary=Adversary(attack), optimisation=Optimisation(lr=3.0)
+    )
+    by_hand = small_model()
+    order = torch.randperm(16, generator=state.generator(0, "order", 0))
+    clean = darker(x[order], state.generator(0, "augment", 0))
+    images = attack(by_hand.eval(), clean, y[order]).images
+    loss, logits = trades(by_hand.train(), clean, images, y[order])
+    optimizer = slower(by_hand.parameters())
+    loss.backward()
+    optimizer.step()
+    result = train(
+        config, (x, y), model=model, optimizer=slower, augmentations=[darker], loss=trades
+    )
+    assert result.history[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert result.history[0]["train_accuracy"] == float(
+        (logits.argmax(1) == y[order]).float().mean()
+    )
+    torch.testing.assert_close(weights(result.model), weights(by_hand), rtol=1e-6, atol=1e-7)
+
+
+def test_rates_of_your_own_optimizer_follow_the_schedule() -> None:
+    seen = list[list[float]]()
+
+    def watched(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = slower(parameters)
+        optimizer.register_step_post_hook(
+            lambda made, *_: seen.append([group["lr"] for group in made.param_groups])
+        )
+        return optimizer
+
+    options = Optimisation(lr=3.0, schedule="step", drop_epochs=1)
+    config = small_config(epochs=2, adversary=None, optimisation=options)
+    train(config, small_data(32), model=small_model(), optimizer=watched)
+    assert seen == [[0.01, 0.1]] * 2 + [[pytest.approx(0.001), pytest.approx(0.01)]] * 2
+
+
+def test_parts_of_your_own_resume_and_are_part_of_the_run(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"optimizer": slower, "augmentations": [darker], "loss": trades}
+    whole = train(small_config(), small_data(32), model=small_model(), **own)
+
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            small_config(), small_data(32), model=small_model(), out=tmp_path, on_epoch=stop, **own
+        )
+    for name in own:
+        with pytest.raises(ValueError, match="its optimizer, augmentations or loss"):
+            train(
+                small_config(), small_data(32), model=small_model(), out=tmp_path,
+                **{key: value for key, value in own.items() if key != name},
+            )  # fmt: skip
+    resumed = train(small_config(), small_data(32), model=small_model(), out=tmp_path, **own)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    with pytest.raises(ValueError, match="loss replaces the losses of provable, smooth"):
+        config = small_config(adversary=None, provable=Provable(0.1))
+        train(config, small_data(32), model=small_model(), loss=trades)
+
+
+def test_large_data_sets_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same weights as from memory, and no more items at a time than a batch has."""
+    data = TensorDataset(*small_data(48))
+    asked = list[int]()
+
+    class Watched(TensorDataset):
+        def __getitem__(self, k: int) -> Any:
+            asked.append(k)
+            return super().__getitem__(k)
+
+    expected = train(small_config(epochs=2), data, model=small_model())
+    monkeypatch.setattr(source, "IN_MEMORY", 100)
+    watched = Watched(*data.tensors)
+    found = train(small_config(epochs=2), watched, model=small_model())
+    assert torch.equal(weights(found.model), weights(expected.model))
+    assert asked.count(47) == 3 and set(asked) == set(range(48))  # its label, and two epochs
+    monkeypatch.setattr(source, "IN_MEMORY", 10**9)
+    asked.clear()
+    train(small_config(epochs=2), watched, model=small_model())
+    assert asked.count(47) == 1
 
 
 @pytest.mark.parametrize("name", ["small.safetensors", "small.json", "checkpoint.safetensors"])

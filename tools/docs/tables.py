@@ -71,6 +71,17 @@ def public_checks(path: Path) -> list[Table]:
     return [Table(head, cells, f"First {found['images']:,} test digits")]
 
 
+def steps(path: Path) -> list[Table]:
+    """What a step of adversarial training costs."""
+    rows = [row for row in _content(path)["rows"] if row["threads"] == 1]
+    cells = [
+        [row["call"], f"{1e3 * row['seconds']:.0f}", f"{row['share']:.2g}"]
+        for row in rows
+        if row["call"] != "passes"
+    ]
+    return [Table(["step", "processor time, ms", "times its network passes"], cells)]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -213,6 +224,7 @@ TABLES = {
         "smoothing.json",
     ),
     "calls": Source(calls, "calls_cuda.json", "calls_cpu.json"),
+    "steps": Source(steps, "steps_cpu.json"),
 }
 
 

@@ -19,7 +19,6 @@ from wball.certificates.trust import UnsupportedModule
 from wball.model import Model, as_found, ask, check_classes, full_precision, top_class
 from wball.training.bounds import LinfBounds, linear_gain, verified
 from wball.training.config import Adversary, Optimisation, RadiusSchedule, Smooth, TrainConfig
-from wball.training.source import Source
 from wball.training.state import World, current, generator
 
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -108,16 +107,16 @@ class Teacher:
     It is not a module, so that its weights are not trained or averaged.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, images: Source) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, x: Tensor, y: Tensor) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"teacher must be a torch.nn.Module, got {model!r}")
-        options, x = config.optimisation, images.first
+        options = config.optimisation
         layout = torch.channels_last if options.channels_last else torch.preserve_format
         own = copy.deepcopy(model).to(x.device, memory_format=layout)  # type: ignore[call-overload]
         self.share = config.loss.teacher
         self.model = AsTrained(own, options).eval().requires_grad_(False)
         try:
-            check_classes("data", images.labels, ask(self.model, x))
+            check_classes("data", y, ask(self.model, x[:2]))
         except RuntimeError as error:
             raise ValueError(
                 f"the teacher cannot take images of shape {tuple(x.shape[1:])}: {error}"

@@ -42,7 +42,9 @@ class Step:
                 f"loss.teacher is {config.loss.teacher:g}, and teacher is "
                 f"{'missing' if teacher is None else 'given'}: give both, or none"
             )
-        self.teacher = None if teacher is None else Teacher(teacher, config, images)
+        self.teacher = (
+            None if teacher is None else Teacher(teacher, config, images.first, images.labels)
+        )
         self.opponent: Opponent | None = None
         if config.adversary is not None:
             self.opponent = Opponent(config.adversary, config.optimisation, model, config.seed)
