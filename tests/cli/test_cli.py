@@ -345,7 +345,9 @@ def test_lists(here: Path, capsys: Capture) -> None:
     assert content["wball"] == wball.__version__ and content["kernels"]["torch"]["cpu"] is None
 
 
-def test_train_takes_your_own_model_and_data(here: Path, capsys: Capture) -> None:
+def test_train_takes_your_own_model_and_data(
+    here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(60) % 2
     x = 0.2 * torch.rand(60, 1, 6, 6, generator=generator)
@@ -359,6 +361,11 @@ def test_train_takes_your_own_model_and_data(here: Path, capsys: Capture) -> Non
     card = json.loads((here / "out/halves.json").read_text())
     assert code == 0 and out.splitlines()[-1] == "written: out/halves.safetensors"
     assert card["dataset"] == card["architecture"] == "own" and card["clean_accuracy"] == 1.0
+    whole = (here / "out/halves.safetensors").read_bytes()
+    with monkeypatch.context() as patch:  # as a data set that does not fit into memory
+        patch.setattr(choices, "IN_MEMORY", 0)
+        assert said(capsys, *command, "--out", "streamed", "--name", "halves")[0] == 0
+    assert (here / "streamed/halves.safetensors").read_bytes() == whole
     line = ["evaluate", "out/halves.safetensors", "--architecture", "mine.py:other"]
     code, _, err = said(capsys, *line, "-d", "test.npz", *QUICK)
     assert code == 0, err

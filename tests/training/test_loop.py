@@ -427,8 +427,8 @@ def test_parts_of_your_own_resume_and_are_part_of_the_run(tmp_path: Path) -> Non
             )  # fmt: skip
     resumed = train(small_config(), small_data(32), model=small_model(), out=tmp_path, **own)
     assert torch.equal(weights(resumed.model), weights(whole.model))
+    config = small_config(adversary=None, provable=Provable(0.1))
     with pytest.raises(ValueError, match="loss replaces the losses of provable, smooth"):
-        config = small_config(adversary=None, provable=Provable(0.1))
         train(config, small_data(32), model=small_model(), loss=trades)
 
 

@@ -124,20 +124,21 @@ def train(
         if data is None:
             x, y = load_dataset(config.dataset, data_dir, "train", device=here)
             tests = load_dataset(config.dataset, data_dir, "test", device=here)
+            if limit is not None:
+                some = choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+                x, y = x[some], y[some]
         else:
             read = partial(
                 options.DataChoice, data_dir=data_dir, resize=resize, crop=crop, grey=grey
             )
-            images = choices.load_images(read(data), here, seed, split="train")
+            request = replace(read(data), limit=limit)
+            images = choices.load_images(request, here, seed, split="train", streamed=True)
             x, y = images.x, images.y
             if test_data is not None:
                 measured = choices.load_images(read(test_data), here, seed)
                 _same_classes(images, measured)
                 tests = measured.x, measured.y
 
-        if limit is not None:
-            some = choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
-            x, y = x[some], y[some]
         run(
             config, (x, y), tests, model=network, init=init, teacher=guide, out=out, device=here,
             time_limit=time_limit, on_epoch=_print_epoch,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,22 +20,25 @@ IN_MEMORY = 10**9
 class Source:
     """Images and labels by their numbers, on a device.
 
-    A map-style data set of more than :data:`IN_MEMORY` bytes is read as batches need it. Everything
-    else is read once.
+    A map-style data set of more than :data:`IN_MEMORY` bytes is read as batches need it, and so is
+    a stream with its labels. Everything else is read once.
 
     Attributes:
         labels: all of them.
     """
 
     def __init__(self, data: Any, device: torch.device) -> None:
-        self.device, self.dtype, self._data = device, torch.float32, data
+        self.device, self.dtype = device, torch.float32
+        self._read: Callable[[list[int]], tuple[Tensor, Tensor]] = partial(read_items, data)
         self._images: Tensor | None = None
         items = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
         count = len(data) if items and hasattr(data, "__len__") else 0
-        if count and read_items(data, [0])[0].nbytes * count > IN_MEMORY:
+        if isinstance(data, tuple) and hasattr(data[0], "survey"):
+            self._read, self.labels = data[0].take, data[1].to(device)
+        elif count and self._read([0])[0].nbytes * count > IN_MEMORY:
             known = labels_of(data)
             if known is None:
-                known = torch.cat([read_items(data, [k])[1] for k in range(count)])
+                known = torch.cat([self._read([k])[1] for k in range(count)])
             self.labels = known.to(device)
         else:
             self._images, self.labels = to_tensors(data, device=device)
@@ -44,7 +49,7 @@ class Source:
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels of the items ``index``."""
         if self._images is None:
-            x = read_items(self._data, index.tolist())[0].to(self.device)
+            x = self._read(index.tolist())[0].to(self.device)
         else:
             x = self._images[index]
         return x.to(self.dtype), self.labels[index]
