@@ -6,18 +6,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from reproduction.provable import Provable
 from wball.attacks import PGD, DualAveraging, FrankWolfe, GrowingRadius
 from wball.ball import WassersteinBall
 from wball.training import (
     Adversary,
     Loss,
     Optimisation,
-    Provable,
     TrainConfig,
     Validation,
 )
 from wball.training import presets as packaged_presets
 from wball.training.presets import preset as packaged_preset
+
+MNIST_LINF_PROVABLE = TrainConfig(
+    "mnist-linf-provable",
+    "mnist",
+    "mnist-cnn",
+    epochs=40,
+    optimisation=Optimisation("adamw", lr=2e-3, weight_decay=0.0, schedule="one-cycle", clip=1.0),
+    evaluation=Validation(every=5),
+    summary="The paper's MNIST network, provably robust to l-inf perturbations of 0.1 (CROWN-IBP).",
+)
 
 CIFAR10_LINF_PROVABLE = TrainConfig(
     "cifar10-linf-provable",
@@ -30,7 +40,6 @@ CIFAR10_LINF_PROVABLE = TrainConfig(
     optimisation=Optimisation(
         "adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998
     ),
-    provable=Provable(2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0),
     evaluation=Validation(every=10),
     summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
 )
@@ -102,6 +111,7 @@ CIFAR10_ADVERSARIAL_HU = TrainConfig(
 _PRESETS = {
     config.name: config
     for config in (
+        MNIST_LINF_PROVABLE,
         CIFAR10_LINF_PROVABLE,
         CIFAR10_ADVERSARIAL_PAPER,
         CIFAR10_STANDARD_PLAIN,
@@ -109,6 +119,15 @@ _PRESETS = {
         CIFAR10_ADVERSARIAL_HU,
     )
 }
+
+
+LOSSES = {
+    "mnist-linf-provable": Provable(0.1, kappa=0.5, ramp=(0.05, 0.6)),
+    "cifar10-linf-provable": Provable(
+        2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0
+    ),
+}
+"""The losses of presets that have one of their own."""
 
 
 def presets() -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from reproduction.presets import preset, presets
+from reproduction.presets import LOSSES, preset, presets
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.inputs import check_count, check_seed, find_device
@@ -238,7 +238,10 @@ class Workshop:
                 config = preset(name, seed=self.settings.seed)
                 data, test = (self._loaded(config.dataset, kind) for kind in ("train", "test"))
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
-                train(config, data, test, out=folder, device=self.device, progress=False)
+                train(
+                    config, data, test, loss=LOSSES.get(name), out=folder, device=self.device,
+                    progress=False,
+                )  # fmt: skip
         return *_load(name, weights), TRAINED
 
     def _stored(self, name: str) -> Path | None:

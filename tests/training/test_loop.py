@@ -27,14 +27,13 @@ from wball.storage.weights import save_weights
 from wball.training import (
     Adversary,
     Optimisation,
-    Provable,
+    Smooth,
     Validation,
     accuracy,
     robust_accuracy,
     source,
     state,
     train,
-    verified_accuracy,
 )
 
 
@@ -320,7 +319,6 @@ MODEL, (X, Y) = small_model(), small_data(4)
     [
         (lambda: train(small_config(), small_data(8), model=MODEL), "less than one batch"),
         (lambda: train(small_config(), small_data(), model=MODEL, out=__file__), "is a file"),
-        (lambda: small_config(provable=Provable(0.1)), "adversary and provable exclude each other"),
         (lambda: small_config(architecture="resnet-1000"), "unknown architecture"),
         (lambda: small_config(name="a/b"), "name must be a file name"),
         (lambda: small_config(name="checkpoint"), "name must be a file name"),
@@ -339,7 +337,6 @@ MODEL, (X, Y) = small_model(), small_data(4)
         (lambda: accuracy(MODEL, (X * 255).int(), Y), r"use x.float\(\) / 255"),
         (lambda: accuracy(MODEL, X, Y[:2]), "give one label per image, and some images"),
         (lambda: accuracy(MODEL, X[:0], Y[:0]), "give one label per image, and some images"),
-        (lambda: verified_accuracy(MODEL, X, Y, -0.1), r"eps must be finite and >= 0, got -0\.1"),
         (lambda: robust_accuracy(MODEL, X, Y, "pgd"), "attack must be"),  # type: ignore[arg-type]
     ],
 )
@@ -349,8 +346,13 @@ def test_settings_that_cannot_work_are_refused(make: Callable[[], object], messa
 
 
 def trades(
-    network: torch.nn.Module, x: torch.Tensor, z: torch.Tensor, y: torch.Tensor
+    network: torch.nn.Module,
+    x: torch.Tensor,
+    z: torch.Tensor,
+    y: torch.Tensor,
+    progress: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert 0 <= progress < 1
     clean, hard = network(x), network(z)
     apart = F.kl_div(hard.log_softmax(1), clean.softmax(1), reduction="batchmean")
     return F.cross_entropy(clean, y) + 2 * apart, hard
@@ -378,7 +380,7 @@ def test_one_step_is_that_of_a_loop_of_ones_own() -> None:
     order = torch.randperm(16, generator=state.generator(0, "order", 0))
     clean = darker(x[order], state.generator(0, "augment", 0))
     images = attack(by_hand.eval(), clean, y[order]).images
-    loss, logits = trades(by_hand.train(), clean, images, y[order])
+    loss, logits = trades(by_hand.train(), clean, images, y[order], 0.0)
     optimizer = slower(by_hand.parameters())
     loss.backward()
     optimizer.step()
@@ -427,8 +429,8 @@ def test_parts_of_your_own_resume_and_are_part_of_the_run(tmp_path: Path) -> Non
             )  # fmt: skip
     resumed = train(small_config(), small_data(32), model=small_model(), out=tmp_path, **own)
     assert torch.equal(weights(resumed.model), weights(whole.model))
-    config = small_config(adversary=None, provable=Provable(0.1))
-    with pytest.raises(ValueError, match="loss replaces the losses of provable, smooth"):
+    config = small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1)))
+    with pytest.raises(ValueError, match="loss replaces the losses of smooth"):
         train(config, small_data(32), model=small_model(), loss=trades)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import DenseCost, GridCost, WassersteinBall
-from wball.training import Provable, Smooth, preset
+from wball.training import Smooth, preset
 from wball.training.bounds import linear_gain
 from wball.training.losses import Objective
 
@@ -45,7 +45,7 @@ def test_the_gradient_of_linear_gain_moves_mass_to_the_maximiser(dtype: torch.dt
 def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
     config = small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1), ramp=0.0))
     model, (x, y) = small_model(), small_data(8)
-    objective = Objective(model, config, x)
+    objective = Objective(model, config)
     loss, right, survived = objective(x, x, y, 0.5, 0.1)
     z = x.clone().requires_grad_(True)
     logits = model(z)
@@ -73,8 +73,10 @@ def test_settings_are_checked() -> None:
     assert preset("mnist-certified").smooth is not None
     with pytest.raises(ValueError, match="ramp"):
         Smooth(WassersteinBall(0.1), ramp=2.0)
-    with pytest.raises(ValueError, match="smooth"):
-        small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1)), provable=Provable(0.1))
+    with pytest.raises(ValueError, match="adversary and smooth exclude each other"):
+        small_config(smooth=Smooth(WassersteinBall(0.1)))
+    with pytest.raises(TypeError, match="cost by moves"):
+        Smooth(WassersteinBall(0.1, DenseCost(torch.zeros(2, 2))))
     flat = torch.zeros(1, 1, 1, 2)
     ball = WassersteinBall(0.1, DenseCost(torch.zeros(2, 2)))
     with pytest.raises(TypeError, match="matrix"):

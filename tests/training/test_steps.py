@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import DualAveraging, WassersteinBall
-from wball.training import Adversary, Loss, Optimisation, Provable, Smooth, Validation, train
+from wball.training import Adversary, Loss, Optimisation, Smooth, Validation, train
 from wball.training.losses import Objective, Radii
 from wball.training.state import World
 
@@ -138,31 +138,12 @@ def test_weights_move_as_the_optimiser_of_torch_moves_them(options: Optimisation
 def test_bfloat16_is_for_the_network_alone() -> None:
     x, y = small_data(16)
     config = small_config(adversary=None, optimisation=Optimisation(bf16=True, channels_last=True))
-    loss, *_ = Objective(small_model(), config, x)(x, x, y, 0.0)
+    loss, *_ = Objective(small_model(), config)(x, x, y, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
         logits = small_model()(x)
     assert loss.dtype == torch.float32 and logits.dtype == torch.bfloat16
     torch.testing.assert_close(loss, F.cross_entropy(logits.float(), y))
     assert not torch.equal(loss, F.cross_entropy(small_model()(x), y))
-
-
-def test_the_provable_loss_ramps_from_clean_to_worst_case() -> None:
-    x, y = small_data(16)
-    settings = Provable(0.1, kappa=0.25, ramp=(0.2, 0.6), crown=1.0, crown_end=0.5)
-    model = small_model()
-    objective = Objective(model, small_config(adversary=None, provable=settings), x)
-    clean = F.cross_entropy(model(x), y)
-    for progress, share in ((0.0, 0.0), (0.2, 0.0), (0.4, 0.5), (0.6, 1.0), (1.0, 1.0)):
-        loss, right, _ = objective(x, x, y, progress)
-        expected, proved = clean, model(x).argmax(1) == y
-        if share > 0:
-            assert objective._bounds is not None
-            margins = objective._bounds.margins(x, y, share * 0.1, 1 - 0.5 * share)
-            kappa = 1 - 0.75 * share
-            expected = kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y)
-            proved = margins.scatter(1, y[:, None], 1.0).amin(1) > 0
-        torch.testing.assert_close(loss, expected)
-        assert int(right) == int(proved.sum())
 
 
 def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
@@ -177,7 +158,7 @@ def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
         shrink=0.04,
     )
     config = small_config(adversary=None, epochs=4, smooth=settings)
-    objective = Objective(small_model(), config, x)
+    objective = Objective(small_model(), config)
     eps = torch.linspace(0.0, 0.4, 32, dtype=torch.float64)
     each = [
         objective(x[i : i + 1], x[i : i + 1], y[i : i + 1], 0.5, float(eps[i])) for i in range(32)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import WassersteinBall
-from wball.training import Loss, Optimisation, Provable, Smooth, train
+from wball.training import Loss, Optimisation, Smooth, train
 from wball.training.losses import Objective, Teacher
 
 STEP = Optimisation(lr=0.1, weight_decay=0.0, schedule="constant")
@@ -56,8 +56,8 @@ def test_every_loss_sees_the_teacher() -> None:
         small_config(loss=Loss(teacher=0.5)),
         small_config(adversary=None, smooth=Smooth(WassersteinBall(0.1)), loss=Loss(teacher=0.5)),
     ):
-        hard = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1)
-        soft = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1, targets)
+        hard = Objective(model, config)(x, x.flip(3), y, 1.0, 0.1)
+        soft = Objective(model, config)(x, x.flip(3), y, 1.0, 0.1, targets)
         assert float((hard[0] - soft[0]).detach().abs()) > 1e-3
         assert torch.equal(hard[1], soft[1]) and torch.equal(
             hard[2], soft[2]
@@ -79,5 +79,3 @@ def test_a_teacher_is_checked(share: float, teacher: Any, message: str) -> None:
         train(config, small_data(16), model=small_model(), teacher=teacher)
     with pytest.raises(ValueError, match="teacher must be in"):
         Loss(teacher=1.5)
-    with pytest.raises(ValueError, match="provable"):
-        small_config(adversary=None, provable=Provable(0.1), loss=Loss(teacher=0.5))

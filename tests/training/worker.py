@@ -14,7 +14,6 @@ from wball.kernels import dispatch
 from wball.training import (
     Adversary,
     Optimisation,
-    Provable,
     Smooth,
     TrainConfig,
     Validation,
@@ -87,10 +86,6 @@ def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
     return {
         "idle": (plain, WithIdlePart()),
         "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
-        "provable": (
-            dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))),
-            small_model(),
-        ),
         "smooth": (
             dataclasses.replace(
                 plain, epochs=3, noise=0.01, smooth=Smooth(WassersteinBall(0.1), ramp=0.0)

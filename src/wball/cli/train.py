@@ -92,7 +92,7 @@ def train(
         wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
         wball train mnist-adversarial --model mine.py:net --data photos/train
 
-    PRESET is one of mnist-standard, mnist-binarized, mnist-linf-provable, mnist-adversarial-paper,
+    PRESET is one of mnist-standard, mnist-binarized, mnist-adversarial-paper,
     mnist-adversarial, mnist-adversarial-cnn, mnist-certified, mnist-certified-far,
     cifar10-standard, cifar10-adversarial, cifar10-certified, cifar10-certified-deep and
     cifar10-small. The second command trains your own network on your own

@@ -1,17 +1,16 @@
-"""Training: standard, adversarial with any attack of the library, and provable in the l-inf
-ball."""
+"""Training: standard, adversarial with any attack of the library, certified, or with a loss of your
+own."""
 
 from wball.training.config import (
     Adversary,
     Loss,
     Optimisation,
-    Provable,
     Smooth,
     TrainConfig,
     Validation,
 )
 from wball.training.loop import TrainResult, train
-from wball.training.losses import accuracy, robust_accuracy, verified_accuracy
+from wball.training.losses import accuracy, robust_accuracy
 from wball.training.presets import preset, presets
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "Validation",
     "Loss",
     "Optimisation",
-    "Provable",
     "Smooth",
     "TrainConfig",
     "TrainResult",
@@ -28,5 +26,4 @@ __all__ = [
     "presets",
     "robust_accuracy",
     "train",
-    "verified_accuracy",
 ]

@@ -206,40 +206,6 @@ def _single(ball: Ball) -> float:
 
 
 @dataclass(frozen=True)
-class Provable:
-    """Certified training in the l-inf ball: interval bounds mixed with CROWN.
-
-    The loss is ``kappa CE(f(x)) + (1 - kappa) CE(worst logits)``. During the ramp the radius grows
-    from 0 to ``eps``, ``kappa`` falls from 1 to its value, and the share of CROWN in the bounds
-    (:mod:`wball.training.bounds`) goes from ``crown`` to ``crown_end``.
-
-    Attributes:
-        eps: radius in pixel values.
-        kappa: weight of the clean loss at the end.
-        ramp: the shares of the run at which the ramp begins and ends.
-        crown, crown_end: share of CROWN when the ramp begins (0: intervals only) and ends.
-    """
-
-    eps: float
-    kappa: float = 0.5
-    ramp: tuple[float, float] = (0.05, 0.5)
-    crown: float = 1.0
-    crown_end: float = 0.0
-
-    def __post_init__(self) -> None:
-        inputs.check_positive("eps", self.eps)
-        _check_share(self, "kappa", "crown", "crown_end")
-        ramp = self.ramp
-        if not isinstance(ramp, tuple) or len(ramp) != 2 or not 0 <= ramp[0] < ramp[1] <= 1:
-            raise ValueError(f"ramp must be two rising shares of the run in [0, 1], got {ramp}")
-
-    def ramped(self, progress: float) -> float:
-        """Progress of the ramp, in [0, 1]."""
-        begin, end = self.ramp
-        return min(1.0, max(0.0, (progress - begin) / (end - begin)))
-
-
-@dataclass(frozen=True)
 class Validation:
     """Measurements during training, on the test images and the weights that would be saved.
 
@@ -291,8 +257,8 @@ class TrainConfig:
             for none.
         cutout: side of a random square that is set to 0; 0 for none.
         noise: scale of Laplace noise in the flow domain (:mod:`wball.certificates.smoothing`), 0
-            for none. Not with an adversary or a provable loss.
-        optimisation, loss, adversary, provable, smooth, evaluation: see there.
+            for none. Not with an adversary.
+        optimisation, loss, adversary, smooth, evaluation: see there.
         summary: a sentence for the card.
     """
 
@@ -310,7 +276,6 @@ class TrainConfig:
     optimisation: Optimisation = field(default_factory=Optimisation)
     loss: Loss = field(default_factory=Loss)
     adversary: Adversary | None = None
-    provable: Provable | None = None
     smooth: Smooth | None = None
     evaluation: Validation = field(default_factory=Validation)
     summary: str = ""
@@ -323,7 +288,7 @@ class TrainConfig:
             )
         for part, kind in _PARTS.items():
             value = getattr(self, part)
-            optional = part in ("adversary", "provable", "smooth")
+            optional = part in ("adversary", "smooth")
             if not isinstance(value, kind) and not (optional and value is None):
                 raise TypeError(f"{part} must be a wball.training.{kind.__name__}, got {value!r}")
         if self.dataset != OWN:
@@ -341,20 +306,16 @@ class TrainConfig:
         for name in ("noise", "affine"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
-        given = [n for n in ("adversary", "provable", "smooth") if getattr(self, n) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
-        if self.noise > 0 and given and self.smooth is None:
-            raise ValueError(f"noise {self.noise} is not used with {given[0]}: set it to 0")
-        if self.loss.teacher > 0 and self.provable is not None:
-            raise ValueError("the provable loss has hard labels: set loss.teacher to 0")
+        if self.adversary is not None and self.smooth is not None:
+            raise ValueError("adversary and smooth exclude each other: give one of them")
+        if self.noise > 0 and self.adversary is not None:
+            raise ValueError(f"noise {self.noise} is not used with adversary: set it to 0")
 
 
 _PARTS: dict[str, type] = {
     "optimisation": Optimisation,
     "loss": Loss,
     "adversary": Adversary,
-    "provable": Provable,
     "smooth": Smooth,
     "evaluation": Validation,
 }

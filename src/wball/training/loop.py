@@ -105,8 +105,8 @@ def train(
         optimizer: a function from parameters to an optimizer, such as
             ``lambda p: torch.optim.Adam(p, 1e-3)``; its learning rates follow the schedule.
         augmentations: functions ``(images, generator) -> images``, after those of the settings.
-        loss: a function ``(network, x, z, y) -> (loss, logits)`` of clean and training images and
-            their labels, such as TRADES; accuracy is counted by its logits.
+        loss: a function ``(network, x, z, y, progress) -> (loss, logits)`` of clean and training
+            images, their labels and the completed share of the run, such as TRADES.
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the
             checkpoint.
         device: the device to train on.
@@ -136,10 +136,8 @@ def train(
     run = _Run(config, network, len(images), folder, world, checkpoint_every, time_limit, optimizer)
     run.origin = None if init is None else Path(init).name
     run.own = describe_settings([optimizer, list(augmentations), loss])
-    # An attack that drops broken images changes the batch size, and each size is benchmarked anew.
-    drops = config.adversary is not None and getattr(config.adversary.attack, "until_success", True)
     with (
-        _products(device, "high", benchmark=not drops),
+        _products(device, "high"),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         run.opened(images),
         run.stopping(),
@@ -525,21 +523,20 @@ def _optimizer(parameters: Iterable[nn.Parameter], options: Optimisation) -> tor
 
 
 @contextmanager
-def _products(device: torch.device, precision: str, *, benchmark: bool = False) -> Iterator[None]:
-    """Context that sets the precision of float32 products on a GPU, and whether convolution
-    algorithms are benchmarked."""
+def _products(device: torch.device, precision: str) -> Iterator[None]:
+    """Context that sets the precision of float32 products on a GPU."""
     if device.type != "cuda":
         yield
         return
     cudnn = torch.backends.cudnn  # its own context manager would also switch it off
-    before = torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     torch.set_float32_matmul_precision(precision)
-    cudnn.benchmark, cudnn.allow_tf32 = benchmark, precision != "highest"
+    cudnn.allow_tf32 = precision != "highest"
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before[0])
-        cudnn.benchmark, cudnn.allow_tf32 = before[1:]
+        cudnn.allow_tf32 = before[1]
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -15,15 +15,14 @@ from torch.nn import functional as F
 from wball import inputs
 from wball.attacks import Attack, StandardAttack
 from wball.attacks.attack import check_attack
-from wball.certificates.trust import UnsupportedModule
 from wball.model import Model, as_found, ask, check_classes, full_precision, top_class
-from wball.training.bounds import LinfBounds, linear_gain, verified
+from wball.training.bounds import linear_gain
 from wball.training.config import Adversary, Optimisation, RadiusSchedule, Smooth, TrainConfig
 from wball.training.state import World, current, generator
 
-Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A loss of one's own: network, clean images, training images and labels to the mean loss and the
-logits of the training images."""
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""A loss of one's own: network, clean images, training images, labels and the completed share of
+the run to the mean loss and the logits by which accuracy is counted."""
 
 CHUNK = 1000
 
@@ -139,16 +138,11 @@ class Objective(nn.Module):
     are predicted as their label. ``own`` replaces the cross-entropy.
     """
 
-    def __init__(
-        self, model: nn.Module, config: TrainConfig, like: Tensor, own: Loss | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, own: Loss | None = None) -> None:
         super().__init__()
-        if own is not None and (config.provable or config.smooth or config.loss.teacher):
-            raise ValueError(
-                "loss replaces the losses of provable, smooth and a teacher: drop them"
-            )
+        if own is not None and (config.smooth or config.loss.teacher):
+            raise ValueError("loss replaces the losses of smooth and of a teacher: drop them")
         self.config, self._logits, self._own = config, AsTrained(model, config.optimisation), own
-        self._bounds = _bounds(model, like) if config.provable is not None else None
 
     def forward(
         self,
@@ -161,10 +155,8 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         targets = y if targets is None else targets
         if self._own is not None:
-            loss, logits = self._own(self._logits, x, z, y)
+            loss, logits = self._own(self._logits, x, z, y, progress)
             right = logits.argmax(1) == y
-        elif self._bounds is not None:
-            loss, right = self._provable(x, y, progress)
         elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
             return self._smooth(x, z, y, targets, eps)
         else:
@@ -188,33 +180,6 @@ class Objective(nn.Module):
         loss = self._cross_entropy(raised, targets)
         return loss, (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 
-    def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
-        settings = self.config.provable
-        assert settings is not None and self._bounds is not None
-        logits = self._logits(x)
-        clean, ramp = self._cross_entropy(logits, y), settings.ramped(progress)
-        if ramp == 0:
-            return clean, logits.argmax(1) == y
-        crown = settings.crown + ramp * (settings.crown_end - settings.crown)
-        margins = self._bounds.margins(x, y, ramp * settings.eps, crown)
-        kappa = 1 + ramp * (settings.kappa - 1)
-        others = margins.scatter(1, y[:, None], torch.inf)
-        return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), others.amin(1) > 0
-
-
-def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
-    """The l-inf bounds of a network; refuses batch normalisation."""
-    bounds = LinfBounds(model, like)
-    for name, module in model.named_modules():
-        # The trace would keep the statistics of the untrained network.
-        if getattr(module, "running_mean", None) is not None:
-            raise UnsupportedModule(
-                f"provable training has no bound for {name!r} ({type(module).__name__}), whose "
-                "statistics change; use a network without batch normalisation, such as mnist-cnn or "
-                "cifar10-resnet-small"
-            )
-    return bounds
-
 
 def _excess(logits: Tensor, y: Tensor) -> Tensor:
     """``f_r - f_y`` for the most likely wrong class ``r``."""
@@ -231,13 +196,6 @@ def robust_accuracy(model: Model, x: Tensor, y: Tensor, attack: Attack) -> float
     """Share of the images that the model classifies correctly and ``attack`` does not break."""
     check_attack(attack)
     return _counted(lambda a, b: ~attack(model, a, b).success & _right(model, a, b), model, x, y)
-
-
-def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> float:
-    """Share of the images that are certified over the l-inf ball of radius ``eps``
-    (:mod:`wball.training.bounds`)."""
-    inputs.check_eps(eps)
-    return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, chunk=200)
 
 
 @torch.no_grad()
@@ -280,6 +238,4 @@ def measure(config: TrainConfig, model: nn.Module, x: Tensor, y: Tensor) -> dict
             out[f"robust_accuracy_{eps:g}"] = robust_accuracy(
                 model, some, labels, settings.attack.at(eps)
             )
-    if config.provable is not None:
-        out["verified_accuracy"] = verified_accuracy(model, x, y, config.provable.eps)
     return out

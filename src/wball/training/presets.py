@@ -15,7 +15,6 @@ from wball.training.config import (
     Adversary,
     Loss,
     Optimisation,
-    Provable,
     Smooth,
     TrainConfig,
     Validation,
@@ -47,17 +46,6 @@ MNIST_BINARIZED = dataclasses.replace(
     batch_size=128,
     optimisation=Optimisation(schedule="one-cycle", nesterov=True),
     summary="The paper's binarized defence: the same network behind a threshold at 0.5.",
-)
-
-MNIST_LINF_PROVABLE = TrainConfig(
-    "mnist-linf-provable",
-    "mnist",
-    "mnist-cnn",
-    epochs=40,
-    optimisation=Optimisation("adamw", lr=2e-3, weight_decay=0.0, schedule="one-cycle", clip=1.0),
-    provable=Provable(0.1, kappa=0.5, ramp=(0.05, 0.6)),
-    evaluation=Validation(every=5),
-    summary="The paper's MNIST network, provably robust to l-inf perturbations of 0.1 (CROWN-IBP).",
 )
 
 MNIST_ADVERSARIAL_PAPER = TrainConfig(
@@ -257,7 +245,6 @@ _PRESETS = {
     for config in (
         MNIST_STANDARD,
         MNIST_BINARIZED,
-        MNIST_LINF_PROVABLE,
         MNIST_ADVERSARIAL_PAPER,
         MNIST_ADVERSARIAL,
         MNIST_ADVERSARIAL_CNN,

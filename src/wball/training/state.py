@@ -88,9 +88,7 @@ class Average:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.count = decay, 0
         self.model = copy.deepcopy(model).requires_grad_(False).eval() if decay > 0 else model
-        pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
-        self._moving = [pair for pair in pairs if pair[0].is_floating_point()]
-        self._counting = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self._pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -98,12 +96,11 @@ class Average:
             return
         self.count += 1
         keep = min(self.decay, self.count / (self.count + 10))  # early weights are soon forgotten
-        # A few launches for all tensors, instead of one for each.
-        mine, theirs = zip(*self._moving, strict=True)
-        torch._foreach_lerp_(mine, theirs, 1 - keep)
-        if self._counting:
-            mine, theirs = zip(*self._counting, strict=True)
-            torch._foreach_copy_(mine, theirs)
+        for mine, theirs in self._pairs:
+            if mine.is_floating_point():
+                mine.lerp_(theirs, 1 - keep)
+            else:
+                mine.copy_(theirs)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout
-from wball.model import ask
 from wball.training.config import TrainConfig
 from wball.training.losses import Loss, Objective, Opponent, Radii, Teacher
 from wball.training.source import Source
@@ -33,10 +32,9 @@ class Step:
     ) -> None:
         self.config, self.images, self.world = config, images, current()
         self.augmentations = [*_augmentations(config), *augmentations]
-        self.objective: nn.Module = Objective(model, config, images.first, loss)
+        self.objective: nn.Module = Objective(model, config, loss)
         if self.world.size > 1:
-            idle = _idle(model, images.first)
-            self.objective = DistributedDataParallel(self.objective, find_unused_parameters=idle)
+            self.objective = DistributedDataParallel(self.objective, find_unused_parameters=True)
         if (teacher is None) != (config.loss.teacher == 0):
             raise ValueError(
                 f"loss.teacher is {config.loss.teacher:g}, and teacher is "
@@ -89,11 +87,3 @@ def _augmentations(config: TrainConfig) -> list[Augmentation]:
     if config.cutout:
         chosen.append(RandomCutout(config.cutout))
     return chosen
-
-
-def _idle(model: nn.Module, x: Tensor) -> bool:
-    """Whether some parameters do not affect the logits and so have no gradients to synchronise."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
-        logits = ask(model.eval(), x)
-        return any(g is None for g in torch.autograd.grad(logits.sum(), trained, allow_unused=True))
