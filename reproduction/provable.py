@@ -187,14 +187,15 @@ _made: WeakKeyDictionary[nn.Module, LinfBounds] = WeakKeyDictionary()
 def _bounds(network: nn.Module, like: Tensor) -> LinfBounds:
     """The bounds of a network, traced once; refuses batch normalisation."""
     if network not in _made:
-        for name, module in network.named_modules():
+        model = getattr(network, "model", network)  # behind the precision of training
+        for name, module in model.named_modules():
             # The trace would keep the statistics of the untrained network.
             if getattr(module, "running_mean", None) is not None:
                 raise UnsupportedModule(
                     f"provable training has no bound for {name!r} ({type(module).__name__}), whose "
                     "statistics change; use a network without batch normalisation"
                 )
-        _made[network] = LinfBounds(getattr(network, "model", network), like)
+        _made[network] = LinfBounds(model, like)
     return _made[network]
 
 
