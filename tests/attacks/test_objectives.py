@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import wball
 from wball.attacks import base as objectives
 
 
@@ -66,3 +67,28 @@ def test_names() -> None:
     for bad in ("runner-up-0", "ce", 3):
         with pytest.raises(ValueError, match="objective"):
             objectives.find_objective(bad)
+
+
+def test_without_confirmation_the_images_are_the_same_and_nothing_runs_in_float64() -> None:
+    """Training needs the images only; a second opinion took an eighth of an attack's time."""
+    x, seen = torch.rand(6, 1, 6, 6), list[torch.dtype]()
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = torch.nn.Linear(36, 3)
+
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            seen.append(z.dtype)
+            return self.last(z.flatten(1))
+
+    net = Net()
+    y = net(x).argmax(1)
+    y[0] = (y[0] + 1) % 3  # wrong from the beginning
+    attack = wball.DualAveraging(wball.WassersteinBall(0.5), steps=3, until_success=False)
+    sure = attack(net, x, y)
+    assert sure.success.any() and torch.float64 in seen
+    seen.clear()
+    quick = attack(net, x, y, confirm=False)
+    assert torch.equal(quick.images, sure.images) and torch.equal(quick.success, sure.success)
+    assert set(seen) == {torch.float32} and len(seen) == 1 + 3 + 1  # clean, gradients, the last
