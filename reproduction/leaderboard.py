@@ -25,7 +25,7 @@ from wball import provenance
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certificates.certificate import Method
-from wball.certificates.trust import UnsupportedModule
+from wball.certificates.program import UnsupportedModule
 from wball.storage.files import locked, read_json, write_json
 from wball.zoo import model_card
 from wball.zoo.public import PublicModel

@@ -36,9 +36,9 @@ from wball.certificates.graph import (
     Sum,
     back,
 )
+from wball.certificates.operators import read_graph
+from wball.certificates.program import UnsupportedModule
 from wball.certificates.relaxation import adaptive_slope, upper_line
-from wball.certificates.tracing import trace
-from wball.certificates.trust import UnsupportedModule
 from wball.input_sets.rows import Rows
 from wball.inputs import check_positive, dot
 
@@ -46,11 +46,11 @@ from wball.inputs import check_positive, dot
 class LinfBounds:
     """Bounds of a model's margins over ``{z : |z - x| <= eps, 0 <= z <= 1}``.
 
-    The model is traced once; its parameters may change afterwards, and gradients reach them.
+    The model is read once; its parameters may change afterwards, and gradients reach them.
     """
 
     def __init__(self, model: nn.Module, like: Tensor) -> None:
-        self.graph: Graph = trace(model, like)
+        self.graph: Graph = read_graph(model, like)
         for op in self.graph.ops:
             if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Reshape, Activation)):
                 raise UnsupportedModule(
@@ -80,9 +80,8 @@ class LinfBounds:
                 values.append(op.interval(centre - radius, centre + radius))
             else:
                 assert isinstance(op, Affine)
-                found = op.interval(*sources)
-                assert found is not None
-                values.append(found)
+                centres, radii = zip(*sources, strict=True)
+                values.append((op.forward(*centres), op.spread(*radii)))
         return values
 
     def _interval_margins(self, values: list[Interval], y: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ class LinfBounds:
             torch.arange(batch, device=y.device).repeat_interleave(classes),
         )
 
-        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+        def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
             op = self.graph.ops[position]
             assert isinstance(op, Activation)
             centre, radius = values[op.inputs[0]]
@@ -113,7 +112,7 @@ class LinfBounds:
             under = adaptive_slope(low, up, slope, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             constant = dot(negative, rows.read(shift))
-            return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
+            return constant, [rows.like(positive * rows.read(under) + negative * rows.read(slope))]
 
         constant, at_image = back(self.graph, len(self.graph.ops) - 1, rows, relax)
         centre, radius = (at_image.read(v) for v in values[0])
@@ -185,11 +184,11 @@ _made: WeakKeyDictionary[nn.Module, LinfBounds] = WeakKeyDictionary()
 
 
 def _bounds(network: nn.Module, like: Tensor) -> LinfBounds:
-    """The bounds of a network, traced once; refuses batch normalisation."""
+    """The bounds of a network, read once; refuses batch normalisation."""
     if network not in _made:
         model = getattr(network, "model", network)  # behind the precision of training
         for name, module in model.named_modules():
-            # The trace would keep the statistics of the untrained network.
+            # The program would keep the statistics of the untrained network.
             if getattr(module, "running_mean", None) is not None:
                 raise UnsupportedModule(
                     f"provable training has no bound for {name!r} ({type(module).__name__}), whose "

@@ -74,7 +74,7 @@ def find_logits(output: Any, batch: int) -> Tensor:
     tensors = [v for v in inside if isinstance(v, Tensor) and v.is_floating_point()]
     scores = [v for v in tensors if v.ndim == 2 and v.shape[0] == batch]
     # Of several outputs of equal width (auxiliary classifiers), the first is the model's.
-    if scores and len({v.shape for v in scores}) == 1:
+    if scores and len({v.shape[1] for v in scores}) == 1:
         return scores[0]
     held = [repr(name) for name in fields] or [_kind(v) for v in inside]
     seen = f" of {', '.join(held[:6])}, and which of them are logits is not clear" if held else ""

@@ -67,7 +67,7 @@ def fingerprint(*tensors: Tensor) -> str:
     """SHA-256 of tensors: shapes, types and every bit of their contents."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        value = tensor.detach().to("cpu").contiguous()
+        value = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
         digest.update(f"{tuple(value.shape)} {value.dtype};".encode())
         digest.update(
             value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""

@@ -270,10 +270,18 @@ def test_statuses_mode_and_edges() -> None:
     assert empty.certified.shape == (0,)
 
 
-def test_unsupported_modules_are_named() -> None:
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sign(x)
+
+
+def test_what_no_bound_follows_is_named_with_module_line_and_reason() -> None:
     x, y = images(1, 1, 4, 0), torch.tensor([0])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Softplus(), nn.Linear(4, 2))
-    with pytest.raises(UnsupportedModule, match=r"'2'.*Softplus"):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), Signs(), nn.Linear(4, 2))
+    where = (
+        r"aten.sign.default in 2 \(test_certify.py, line \d+: return torch.sign\(x\)\): .* jumps"
+    )
+    with pytest.raises(UnsupportedModule, match=where):
         certify(net, x, y, wball.WassersteinBall(0.1))
     with pytest.raises(ValueError, match="method"):
         certify(net, x, y, wball.WassersteinBall(0.1), "crowning")  # type: ignore[arg-type]
@@ -304,7 +312,7 @@ def test_the_form_of_images_and_model_does_not_matter() -> None:
         assert torch.equal(certify(wrapped, x, y, ball, method="crown").margin, plain)
     for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
         margin = certify(net.to(model_in), x.to(images_in), y, ball, method="crown").margin
-        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)  # float32 rounds more
+        torch.testing.assert_close(margin, plain, atol=1e-4, rtol=0)  # float32 rounds more
     for half in (torch.float16, torch.bfloat16):
         margin = certify(net.float(), x.to(half), y, ball, method="crown").margin
         torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from certificates.exact import network_margin
+from certificates.exact import gap, network_margin
 from certificates.test_certify import Varied, circular, dense_net, images
 from marks import slow
 from wball.certificates import (
@@ -22,7 +24,10 @@ from wball.certificates import (
     certify,
     verify,
 )
-from wball.certificates.checking.lines import lines, values_between
+from wball.certificates.checking.lines import lines
+from wball.certificates.checking.network import Curve, Network
+from wball.certificates.program import exported
+from wball.certificates.subject import subject_of
 
 
 def curved(kind: type[nn.Module]) -> nn.Module:
@@ -91,21 +96,45 @@ def test_a_black_image_has_one_point() -> None:
     assert bool(verify(net, x, y, ball, certify(net, x, y, ball)).confirmed.all())
 
 
-@pytest.mark.parametrize("curve", ["sigmoid", "tanh", "gelu", "silu"])
-def test_lines_of_the_checker_hold_everywhere(curve: str) -> None:
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "softsign": F.softsign,
+    "step": lambda v: torch.where(v > 0.3, v, -1.0),
+    "sin": torch.sin,
+    "cube": lambda v: v**3,
+    "exp": torch.exp,
+    "bump": lambda v: 1 / (1 + v * v),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_lines_of_the_checker_hold_everywhere(name: str) -> None:
+    """For the values that float32 gives, too."""
+
+    class Scalar(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([FUNCTIONS[name](x), FUNCTIONS[name](x).flip(1)], 1)
+
+    program = exported(Scalar(), torch.zeros(2, 200))
+    curve = next(node for node in Network(program).nodes if isinstance(node, Curve))
     torch.manual_seed(0)
-    function = getattr(F, curve, None) or getattr(torch, curve)
-    low = torch.randn(200, dtype=torch.float64) * 4
-    high = low + torch.rand(200, dtype=torch.float64) ** 3 * torch.tensor(
-        [1e-6, 1.0, 10.0, 300.0]
-    ).repeat(50)
-    found, (least, most) = lines(curve, low, high), values_between(curve, low, high)
+    low = (torch.randn(200) * 4).double()
+    widths = torch.tensor([1e-6, 1.0, 10.0, 60.0]).repeat(50)
+    high = low + torch.rand(200).double() ** 3 * widths
+    found = lines(curve.chain, low, high, torch.finfo(torch.float32))
     for share in torch.linspace(0, 1, 401, dtype=torch.float64):
-        v = low + share * (high - low)
-        value = function(v)
-        assert bool((found.under * v + found.under_shift <= value + 1e-15).all())
-        assert bool((found.over * v + found.over_shift >= value - 1e-15).all())
-        assert bool((least <= value + 1e-15).all()) and bool((most >= value - 1e-15).all())
+        v = (low + share * (high - low)).float().double().clamp(low, high)
+        exact = FUNCTIONS[name](v)
+        for value in (exact, torch.where(v == v.float(), FUNCTIONS[name](v.float()), exact)):
+            assert bool((found.under * v + found.under_shift <= value).all())
+            assert bool((found.over * v + found.over_shift >= value).all())
+            assert bool((found.least <= value).all()) and bool((found.most >= value).all())
 
 
 @pytest.mark.parametrize("further", [1.1, *slow(1.2)])
@@ -138,11 +167,14 @@ def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     assert all(parts and len(parts) > 1 for parts in proof.leaves)
     one = tuple(parts and parts[:1] for parts in proof.leaves)
     broken = ball.at(4.0 * radius)
-    assert not bool(certify(net, x, y, broken, "complete", time_limit=1.0).certified.any())
-    forged = replace(proof, leaves=one, certified=torch.ones_like(proof.certified))
+    hopeless = certify(net, x, y, broken, "complete", time_limit=1.0)
+    assert not bool(hopeless.certified.any())
+    every = torch.ones_like(proof.certified)
+    forged = replace(proof, leaves=one, certified=every, subject=hopeless.subject)
     assert not bool(verify(net, x, y, broken, forged).confirmed.any())
-    other = dense_net(1, 3, (5,), 3, 0)
-    assert len(verify(other, x, y, broken, forged).status) == 2  # leaves of another network
+    other = dense_net(1, 3, (5,), 3, 0)  # leaves of another network
+    subject = certify(other, x, y, broken, "crown").subject
+    assert not bool(verify(other, x, y, broken, replace(forged, subject=subject)).confirmed.any())
 
 
 def test_a_model_without_gradients_is_decided_by_bounds() -> None:
@@ -186,12 +218,117 @@ def test_what_the_checker_does_not_know_is_named() -> None:
         pass
 
     net, x = dense_net(1, 4, (8,), 3, 0), images(1, 1, 4, 0)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-3)
-    proof = certify(net, x, y, ball)
+    y = net(x).argmax(1)
+    proof = certify(net, x, y, Own(1e-3))
     found = verify(net, x, y, Own(1e-3), proof)
     assert found.status == (VerificationStatus.UNFOLLOWED,) and "Own" in found.reason
-    strange = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.Softmax(1))
-    found = verify(strange, x, y, ball, proof)
-    assert found.status == (VerificationStatus.UNFOLLOWED,) and "softmax" in found.reason
-    with pytest.raises(ValueError, match="same images"):
-        verify(net, x.expand(2, -1, -1, -1), y, ball, proof)
+
+    class Strange(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.lgamma(1 + x.flatten(1)[:, :3])
+
+    strange = Strange()
+    subject = subject_of(exported(strange, x), x, y, Own(1e-3))
+    found = verify(strange, x, y, Own(1e-3), replace(proof, subject=subject))
+    assert found.status == (VerificationStatus.UNFOLLOWED,)
+    assert "lgamma" in found.reason and "test_checking.py, line" in found.reason
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.norm = nn.Linear(4, 12), nn.LayerNorm(4)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.read(x.flatten(1).unflatten(1, (4, 4))).chunk(3, -1)
+        mixed = (q @ k.transpose(1, 2) / 2).softmax(-1) @ v
+        out: Tensor = self.head(self.norm(mixed).flatten(1))
+        return out
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.head = nn.Linear(16, 12), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(x.flatten(1))
+        out: Tensor = self.head(F.glu(h) / (1 + h[:, :6].square()))
+        return out
+
+
+def normed(layer: nn.Module) -> nn.Module:
+    start = nn.Conv2d(1, 4, 3, padding=1)
+    return nn.Sequential(start, layer, nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "attention": Attention,
+    "gated": Gated,
+    "groups": lambda: normed(nn.GroupNorm(2, 4)),
+    "instances": lambda: normed(nn.InstanceNorm2d(4, affine=True)),
+    "maxima": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(2, 3)),
+    "clamped": partial(curved, nn.ReLU6),
+    "elu": partial(curved, nn.ELU),
+    "mish": partial(curved, nn.Mish),
+    "prelu": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.PReLU(8), nn.Linear(8, 3)),
+    "hardswish": partial(curved, nn.Hardswish),
+    "softplus": partial(curved, nn.Softplus),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_networks_are_proved_again_and_never_above_an_attack(name: str) -> None:
+    torch.manual_seed(1)
+    net, x = KINDS[name]().eval(), images(2, 1, 4, 1)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-3)
+    proof = certify(net, x, y, ball)
+    found = verify(net, x, y, ball, proof)
+    assert not found.reason and torch.equal(found.confirmed, proof.certified)
+    assert bool(proof.certified.any())
+    wide = wball.WassersteinBall(0.1)
+    claimed = replace(certify(net, x, y, wide), certified=torch.ones(2, dtype=torch.bool))
+    found = verify(net, x, y, wide, claimed)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        margin = gap(net(wide.sample(x, generator)), y).double()
+        assert bool((found.margin <= margin + 1e-9).all())
+
+
+def test_rounding_of_the_models_own_precision_is_bounded() -> None:
+    """A margin that float32 loses was confirmed, if the images beside it had probed less."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2))
+    with torch.no_grad():
+        net[1].weight.copy_(torch.tensor([[3e8, 0.0], [1e8, 0.0]]))
+        net[3].weight.copy_(torch.tensor([[1.0, -3.0], [0.0, 0.0]]))
+        net[3].bias.copy_(torch.tensor([0.1, 0.0]))
+    x = torch.tensor([[0.5, 0.5], [0.0, 0.0]])
+    y, ball = torch.zeros(2, dtype=torch.long), wball.LinfBall(1e-3)
+    every = torch.ones(2, dtype=torch.bool)
+    for dtype, right in ((torch.float32, False), (torch.float64, True)):
+        model, given = net.to(dtype), x.to(dtype)
+        forged = replace(certify(model, given, y, ball), certified=every)
+        assert bool(verify(model, given, y, ball, forged).confirmed[0]) is right
+
+
+def test_what_may_overflow_proves_nothing() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[1].weight.copy_(torch.tensor([[0.0] * 4, [1e38] * 4]))
+        net[1].bias.copy_(torch.tensor([0.0, 1.7e38]))
+    x, y, ball = torch.full((1, 4), 0.2), torch.ones(1, dtype=torch.long), wball.LinfBall(0.1)
+    forged = replace(certify(net, x, y, ball), certified=torch.ones(1, dtype=torch.bool))
+    assert not bool(verify(net, x, y, ball, forged).confirmed.any())
+
+
+def test_the_time_limit_is_that_of_the_call() -> None:
+    net, x = dense_net(1, 4, (16, 16), 3, 0), images(6, 1, 4, 0)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
+    proof = certify(net, x, y, ball)
+    start = time.monotonic()
+    found = verify(net, x, y, ball, proof, time_limit=1e-3)
+    assert set(found.status) == {VerificationStatus.UNFOLLOWED} and "time_limit" in found.reason
+    assert (
+        time.monotonic() - start < 20 and "unfollowed 6" in repr(found) and len(repr(found)) < 200
+    )

@@ -17,7 +17,7 @@ from certificates.test_certify import dense_net, images, lowest
 from marks import slow
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.certificate import Method
-from wball.certificates.tracing import trace
+from wball.certificates.operators import read_graph
 from wball.input_sets.rows import rounded_up
 
 IMAGES = 16
@@ -183,7 +183,7 @@ def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
 
 def test_the_allowance_covers_the_longest_sum() -> None:
     net = dense_net(1, 2, (20_000,), 3, 0)
-    assert trace(net, images(1, 1, 2, 0)).rounding >= 2.3e-12  # 20,000 * 2^-53 and more
+    assert read_graph(net, images(1, 1, 2, 0)).allowance >= 2.3e-12  # 20,000 * 2^-53 and more
 
 
 @pytest.mark.slow

@@ -334,6 +334,21 @@ def test_certify(here: Path, capsys: Capture) -> None:
         assert row["verification"].count("confirmed") == row["status"].count("certified")
 
 
+def test_the_program_of_certificates_is_saved_and_certified_again(
+    here: Path, capsys: Capture
+) -> None:
+    rest = ["-d", "mine.py:data", "--eps", "0.001", "--method", "crown", "--verify", "--json"]
+    first = ["certify", "mine.py:halves", *rest, "--save-program", "p/halves.pt2"]
+    code, out, err = said(capsys, *first)
+    assert code == 0, err
+    again = json.loads(said(capsys, "certify", "p/halves.pt2", *rest)[1])
+    found = json.loads(out)
+    assert again["program"] == found["program"] and again["radii"] == found["radii"]
+    for wrong in (["--save-program", "halves.pt"], ["--save-program", "p.pt2", "mine.py:other"]):
+        code, _, err = said(capsys, "certify", "mine.py:halves", *rest, *wrong)
+        assert code == 2 and "must end in .pt2 and is for one model" in " ".join(err.split())
+
+
 def test_lists(here: Path, capsys: Capture) -> None:
     code, out, _ = said(capsys, "models")
     assert code == 0 and all(name in out for name in (*wball.list_models(), *wball.architectures()))

@@ -120,19 +120,8 @@ def test_a_class_name_has_one_meaning() -> None:
 PRIVATE = {
     "torch._C._cuda_endAllocateToPool": "a recording that failed gives its memory back",
     "torch._C._cuda_releasePool": "a recording that failed gives its memory back",
-    "torch._C._disabled_torch_function_impl": "tracing computes with its own tensors",
-    "torch._C._nn": "certificates know functions without Python code by their names",
-    "torch._dynamo.OptimizedModule": "certificates open compiled models",
     "torch._foreach_copy_": "averages of weights take few launches",
     "torch._foreach_lerp_": "averages of weights take few launches",
-    "torch._jit_internal": "certificates do not watch what torch itself calls",
-    "torch._library": "certificates do not watch what torch itself calls",
-    "torch._ops": "certificates do not watch what torch itself calls",
-    "torch._tensor": "certificates do not watch what torch itself calls",
-    "torch.utils._python_dispatch.TorchDispatchMode": "tracing sees every operation",
-    "torch.utils._python_dispatch._disable_current_modes": "tracing calls torch unseen",
-    "torch.utils._pytree.tree_flatten": "tracing finds tensors in arguments",
-    "torch.utils._pytree.tree_map": "tracing finds tensors in arguments",
 }
 
 

@@ -11,7 +11,7 @@ from reproduction.presets import LOSSES, preset
 from reproduction.provable import LinfBounds, Provable, verified, verified_accuracy
 from training.worker import small_config, small_data, small_model
 from wball import LinfBall, Normalized, certify
-from wball.certificates.trust import UnsupportedModule
+from wball.certificates.program import UnsupportedModule
 from wball.training import Optimisation, train
 from wball.zoo.architectures import SmallResNet
 

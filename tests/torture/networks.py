@@ -22,7 +22,6 @@ from torch.nn.utils import prune
 
 import wball
 from certificates.exact import gap
-from certificates.test_trust import STATE, Counting, scripted
 from wball.certificates import UnsupportedModule, verify
 
 from .checks import Findings
@@ -42,6 +41,69 @@ class Step(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.function(x)
         return out
+
+
+class Gate(nn.Module):
+    """Channels times a gate that looks at all of them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(channels, channels)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * torch.sigmoid(self.map(h.mean((2, 3))))[:, :, None, None]
+
+
+class Attention(nn.Module):
+    """Attention between the places of a map, as a residual branch."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(channels, 1, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        flat = h.flatten(2).transpose(1, 2)
+        found = flat + self.attention(flat, flat, flat, need_weights=False)[0]
+        return found.transpose(1, 2).reshape(h.shape)
+
+
+GENERAL = 0.3
+"""Share of the layers that are products, quotients, norms and functions of one number."""
+
+
+def general(draw: random.Random, shape: tuple[int, int, int]) -> list[nn.Module]:
+    """Random layers of the kinds that are relaxed by curves and products."""
+    channels, height, width = shape
+    names = "ELU CELU SELU Softplus Mish Hardswish Hardsigmoid Softsign LogSigmoid Tanhshrink"
+    curve = getattr(nn, draw.choice(names.split()))()
+    weights = nn.init.uniform_(nn.PReLU(channels).weight, -0.5, 1.5)
+    power = draw.choice((2, 3, -2))
+    return [
+        curve,
+        curve,
+        nn.GELU("tanh"),
+        Gate(channels),
+        Attention(channels) if height * width <= 9 else nn.Identity(),
+        nn.LayerNorm([channels, height, width]),
+        nn.GroupNorm(draw.choice([g for g in (1, 2) if channels % g == 0]), channels),
+        nn.InstanceNorm2d(channels, affine=draw.random() < 0.5) if height * width > 1 else nn.Identity(),
+        nn.GLU(1) if channels % 2 == 0 else nn.Identity(),
+        nn.Softmax(draw.choice((1, 2, 3))),
+        nn.AdaptiveMaxPool2d(draw.choice((1, 2))),
+        nn.LocalResponseNorm(2),
+        Step(lambda h: F.prelu(h, weights.to(h))),
+        Step(lambda h: torch.where(h > 0.2, h, 0.5 * h + 0.1)),
+        Step(lambda h: h.amax(2, keepdim=True) - h.amin(3, keepdim=True)),
+        Step(lambda h: torch.maximum(h, h.flip(3))),
+        Step(lambda h: torch.minimum(h, 0.3 * h.flip(2) + 0.1)),
+        Step(lambda h: h * h.flip(2)),
+        Step(lambda h: h / (1.0 + h.square().mean((1, 2, 3), keepdim=True))),
+        Step(lambda h: F.normalize(h.flatten(1), dim=1).view_as(h)),
+        Step(lambda h: (h.abs() + 0.5) ** power),
+        Step(lambda h: torch.sin(2 * h) + torch.cos(h)),
+        Step(lambda h: torch.log1p(torch.exp(h))),
+        Step(lambda h: h.matmul(h.transpose(2, 3))),
+    ]  # fmt: skip
 
 
 class Branches(nn.Module):
@@ -126,7 +188,7 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
         Step(lambda h: h.permute(0, 1, 3, 2).flip(2)),
         Step(lambda h: h[:, :, : max(1, height - 1)]),
     ]  # fmt: skip
-    chosen = draw.choice(choices)
+    chosen = draw.choice(general(draw, shape) if draw.random() < GENERAL else choices)
     if draw.random() < 0.2:
         same = nn.Conv2d(channels, channels, 3, padding=1)
         return Branches(same, nn.Identity(), draw.choice(("sum", "difference", "cat")))
@@ -162,17 +224,25 @@ def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
     return nn.Sequential(*parts).eval()
 
 
-def _caught(h: Tensor) -> Tensor:
-    try:
-        return -h if bool((h > 0.9).any()) else h
-    except Exception:  # noqa: BLE001 - the trap
-        return h
+class Growing(nn.Module):
+    """A model whose answer depends on how often it was asked."""
+
+    def __init__(self, rest: nn.Module) -> None:
+        super().__init__()
+        self.rest, self.calls = rest, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.rest(x)
+        return out + self.calls
 
 
 TRAPS = {
-    "exception": _caught,
-    "script": lambda h: (a := h.clone()) + scripted(a),
-    "swap": lambda h: (torch.utils.swap_tensors(a := h.clone(), -h), a)[1],
+    "branch": lambda h: -h if bool((h > 0.9).any()) else h,
+    "jump": lambda h: h + torch.sign(h - 0.3),
+    "place": lambda h: h + h.flatten(1).argmax(1)[:, None, None, None],
+    "batch": lambda h: h - h.mean(0, keepdim=True),
+    "chance": lambda h: h + torch.rand_like(h),
 }
 """Steps that no bound follows: a network with one of them must be refused, like one with state."""
 
@@ -187,9 +257,9 @@ def a_ball(draw: random.Random) -> wball.WassersteinBall | wball.LinfBall:
 
 def trapped(draw: random.Random, net: nn.Sequential) -> tuple[str, nn.Module]:
     """A network with one of the traps, or with state."""
-    name = draw.choice([*TRAPS, *STATE])
-    if name in STATE:
-        return name, Counting(name, net).eval()
+    name = draw.choice([*TRAPS, "state"])
+    if name == "state":
+        return name, Growing(net).eval()
     net.insert(draw.randrange(len(net)), Step(TRAPS[name]))
     return name, net
 

@@ -11,13 +11,15 @@ from wball.certificates.certificate import (
     certify,
 )
 from wball.certificates.checking import VerificationResult, VerificationStatus, verify
+from wball.certificates.operators import register
+from wball.certificates.program import Program, UnsupportedModule
 from wball.certificates.smoothing import FlowSmoothing, SmoothingResult, flow_noise
-from wball.certificates.trust import UnsupportedModule
 
 __all__ = [
     "CertificateResult",
     "CertificateStatus",
     "FlowSmoothing",
+    "Program",
     "SmoothingResult",
     "UnsupportedModule",
     "VerificationResult",
@@ -25,5 +27,6 @@ __all__ = [
     "certified_radius",
     "certify",
     "flow_noise",
+    "register",
     "verify",
 ]

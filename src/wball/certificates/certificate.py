@@ -6,30 +6,40 @@ import math
 import os
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wball import inputs
 from wball.ball import Ball, Plans
-from wball.certificates import trust
 from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
 from wball.certificates.complete import Leaf, Search
 from wball.certificates.complete.bound import grouped, improve, open_problems
 from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
+from wball.certificates.operators import graph_of
+from wball.certificates.program import Program, ToExport, exported
 from wball.certificates.relaxation import Bounds, Relaxation
-from wball.certificates.tracing import trace
+from wball.certificates.subject import (
+    PLANS,
+    SUBJECT,
+    check_classes_of,
+    check_plans,
+    checked,
+    subject_of,
+)
 from wball.display import Explained, Summarised, percent
 from wball.input_sets import InputSet
 from wball.input_sets.box import intervals
 from wball.memory import free_bytes
-from wball.model import ask, check_classes, evaluating
+from wball.model import check_classes, full_precision
 from wball.progress import Bar, bar
 from wball.storage.files import read_tensors, write_tensors
+from wball.storage.schema import Maybe, check, finite, natural, sha256
 
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
 METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
@@ -73,8 +83,7 @@ class CertifySettings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.plans not in ("full", "window"):
-            raise ValueError(f'plans must be "full" or "window", got {self.plans!r}')
+        check_plans(self.plans)
         inputs.check_count("steps", self.steps)
         inputs.check_positive("time_limit", self.time_limit)
         if self.batch_size is not None:
@@ -83,10 +92,6 @@ class CertifySettings:
     def seconds(self, graph: Graph, device: torch.device) -> float:
         """A rough estimate of the time that all bounds of one image take."""
         return graph.multiplications() / (1e11 if device.type == "cuda" else 2e9)
-
-
-class BeyondReach(Exception):
-    """The bounds of a network would take far longer than ``time_limit``."""
 
 
 class CertificateStatus(Explained):
@@ -124,6 +129,10 @@ class CertificateResult(Summarised):
             (:class:`~wball.certificates.complete.Leaf`), per image: the leaves of the tree of
             ``method="complete"``, the slopes of ``"alpha-crown"``. Classes that are not among them
             were certified without. ``None`` if the tree is too large to keep.
+        subject: SHA-256 of what the proof is about: ``program``, ``images``, ``labels`` and
+            ``ball``.
+        program: the exported program that the proof is about, which can be run and saved; ``None``
+            for a result that was loaded.
     """
 
     certified: Tensor
@@ -135,6 +144,8 @@ class CertificateResult(Summarised):
     seconds: Tensor
     counterexample: Tensor | None = None
     leaves: tuple[tuple[Leaf, ...] | None, ...] = ()
+    subject: Mapping[str, str] = field(default_factory=dict)
+    program: Program | None = None
 
     def headline(self) -> dict[str, str]:
         shown = {"images": str(len(self.certified))}
@@ -160,9 +171,9 @@ class CertificateResult(Summarised):
         return {"method": self.method, "plans": self.plans, "kernel": self.kernel}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the result to a safetensors file, with everything that :func:`wball.verify`
-        needs."""
-        tensors = {"certified": self.certified, "margin": self.margin, "seconds": self.seconds}
+        """Write the result to a safetensors file, with everything that :func:`wball.verify` needs
+        but the program (``result.program.save``)."""
+        tensors = {name: getattr(self, name) for name in COLUMNS}
         if self.counterexample is not None:
             tensors["counterexample"] = self.counterexample
         leaves = [
@@ -173,30 +184,85 @@ class CertificateResult(Summarised):
             for number, leaf in enumerate(found or ()):
                 for name, value in leaf.tensors().items():
                     tensors[f"{image}.{number}/{name}"] = value
+        notes = {**self._about(), "subject": dict(self.subject), "leaves": leaves}
         status = [status.name for status in self.status]
-        write_tensors(Path(path), tensors, {**self._about(), "status": status, "leaves": leaves})
+        write_tensors(Path(path), tensors, {**notes, "status": status})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> CertificateResult:
         """Read what :meth:`save` wrote."""
         tensors, notes = read_tensors(Path(path))
-        status = tuple(CertificateStatus[name] for name in notes.pop("status"))
-        parts: dict[str, dict[str, Tensor]] = {}
-        columns: dict[str, Any] = {}
-        for name, value in tensors.items():
-            place, _, part = name.rpartition("/")
-            (parts.setdefault(place, {}) if place else columns)[part] = value
-        leaves = tuple(
+        try:
+            return _unpacked(tensors, notes)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not a certificate that CertificateResult.save wrote: {error}"
+            ) from None
+
+
+COLUMNS = {"certified": torch.bool, "margin": torch.float64, "seconds": torch.float64}
+
+NOTES = {
+    "method": set(METHODS),
+    "plans": set(PLANS),
+    "kernel": str,
+    "status": [{status.name for status in CertificateStatus}],
+    "subject": dict.fromkeys(SUBJECT, sha256),
+    "leaves": [Maybe([(natural, [(str, natural, {1, -1})], [finite])])],
+}
+"""The schema of a certificate file's plain data. A leaf is its class, splits and prices."""
+
+
+def _unpacked(tensors: Mapping[str, Tensor], notes: Any) -> CertificateResult:
+    """The certificate in a file's tensors and plain data, after a check of both."""
+    check(notes, NOTES, "the header")
+    count, leaves = len(notes["status"]), notes.pop("leaves")
+    if len(leaves) not in (0, count):
+        raise ValueError(f"it has leaves of {len(leaves)} images, but {count} statuses")
+    parts: dict[tuple[int, int], dict[str, Tensor]] = {
+        (image, number): {}
+        for image, some in enumerate(leaves)
+        for number in range(len(some or ()))
+    }
+    place = {f"{image}.{number}": held for (image, number), held in parts.items()}
+    columns: dict[str, Any] = {}
+    for name, value in tensors.items():
+        leaf, _, part = name.rpartition("/")
+        if leaf:
+            kind, dot, activation = part.partition(".")
+            named = kind in ("slopes", "shares") or (kind, activation) == ("box", "0")
+            if leaf not in place or not (named and dot and value.is_floating_point()):
+                raise ValueError(f"it has an unknown tensor {name!r}")
+            place[leaf][part] = value.flatten()
+            continue
+        like = COLUMNS.get(name, value.dtype if name == "counterexample" else None)
+        flat = value.ndim == 1 or (name == "counterexample" and value.is_floating_point())
+        if value.dtype != like or not flat or value.shape[0] != count:
+            raise ValueError(f"its tensor {name!r} is {value.dtype} {tuple(value.shape)}")
+        columns[name] = value
+    if missing := COLUMNS.keys() - columns:
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    status = tuple(CertificateStatus[name] for name in notes.pop("status"))
+    proved = torch.tensor([s is CertificateStatus.CERTIFIED for s in status], dtype=torch.bool)
+    if bool((proved != columns["certified"]).any()) or not bool(
+        (columns["margin"][proved] > 0).all()
+    ):
+        raise ValueError("its margins or statuses contradict what it certifies")
+    found = []
+    for image, some in enumerate(leaves):
+        for number, (_, splits, prices) in enumerate(some or ()):
+            if len(splits) != len(prices):
+                raise ValueError(f"leaf {number} of image {image} has a price for each split only")
+        found.append(
             None
-            if found is None
-            else tuple(Leaf.read(plain, parts[f"{image}.{k}"]) for k, plain in enumerate(found))
-            for image, found in enumerate(notes.pop("leaves"))
+            if some is None
+            else tuple(Leaf.read(plain, parts[image, k]) for k, plain in enumerate(some))
         )
-        return CertificateResult(status=status, leaves=leaves, **columns, **notes)
+    return CertificateResult(status=status, leaves=tuple(found), **columns, **notes)
 
 
 def certify(
-    model: nn.Module,
+    model: ToExport,
     x: Tensor,
     y: Tensor,
     ball: Ball,
@@ -232,8 +298,10 @@ def certify(
     its mode does not change.
 
     Args:
-        model: a feed-forward network of supported modules; raises
-            :class:`~wball.certificates.trust.UnsupportedModule` otherwise.
+        model: a module, which is exported by ``torch.export``, an ``ExportedProgram``, or the path
+            of a ``.pt2`` file. The statement is about that program (``result.program``). Raises
+            :class:`~wball.certificates.program.UnsupportedModule` if it cannot be exported, or if
+            no bound follows one of its operators.
         x: images ``(B, C, H, W)``, or histograms ``(B, n)``.
         y: labels ``(B,)``.
         ball: the threat model.
@@ -247,22 +315,26 @@ def certify(
             thirty times as long, all images are ``UNKNOWN`` at once, with a warning.
         progress: show a bar on stderr; ``None`` shows it on a terminal and in a notebook.
     """
-    x, y = _check(x, y, ball)
+    x, y = checked(x, y, ball, plans)
     effort = CertifySettings(method, plans, steps, batch_size, time_limit, progress)
     start = time.monotonic()
-    graph = _traced(model, x, effort)
+    program = exported(model, x)
+    check_classes_of(program, y)
+    subject = subject_of(program, x, y, ball)
+    graph = _graph(program, x, effort)
     if graph is None:
-        clean = _clean_margin(model, x, y)
-        return _result(clean, torch.full_like(clean, -math.inf), effort, "torch", 0.0 * clean)
-    batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
-    with trust.steady(model, batches):
-        spent = (time.monotonic() - start) / max(1, x.shape[0])
-        effort = replace(effort, time_limit=max(time_limit - spent, 1e-3))
-        return _certify(model, graph, x, y, ball, effort)
+        clean = _clean_margin(program, x, y)
+        result = _result(clean, torch.full_like(clean, -math.inf), effort, "torch", 0.0 * clean)
+        return replace(result, subject=subject, program=program)
+    spent = (time.monotonic() - start) / max(1, x.shape[0])
+    effort = replace(effort, time_limit=max(time_limit - spent, 1e-3))
+    result = _certify(program, graph, x, y, ball, effort)
+    exported(model, x, program)
+    return replace(result, subject=subject, program=program)
 
 
 def _certify(
-    model: nn.Module,
+    program: Program,
     graph: Graph,
     x: Tensor,
     y: Tensor,
@@ -281,7 +353,7 @@ def _certify(
     with bar(title, x.shape[0], show=effort.progress) as shown:
         for index in torch.arange(x.shape[0], device=x.device).split(step):
             start = time.monotonic()
-            clean = _clean_margin(model, x[index], y[index])
+            clean = _clean_margin(program, x[index], y[index])
             batch = _BoundedBatch(graph, x[index], y[index], ball.take(index), effort, clean)
             share = 0.5 if effort.method == "complete" else 1.0  # the rest is for the search
             batch.deadline = start + share * effort.time_limit * index.shape[0]
@@ -298,7 +370,7 @@ def _certify(
         result = _result(torch.cat(cleans), torch.cat(margins), effort, kernel, taken)
         if effort.method != "complete":
             return replace(result, leaves=tuple(leaves))
-        return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
+        return _decide(program, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
 
 
 def _result(
@@ -320,7 +392,7 @@ def _result(
 
 
 def _decide(
-    model: nn.Module,
+    program: Program,
     graph: Graph,
     x: Tensor,
     y: Tensor,
@@ -338,7 +410,7 @@ def _decide(
     if left:
         index = torch.tensor(left, device=x.device)
         sizes = _numbers_at_once(x), _searched(x), _room(x)
-        search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
+        search = Search(program, graph, ball.take(index), found.plans, time_limit, *sizes)
         answer = search.decide(x[index], y[index], margin[index], seconds[index], known)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
@@ -358,7 +430,7 @@ def _decide(
 
 
 def certified_radius(
-    model: nn.Module,
+    model: ToExport,
     x: Tensor,
     y: Tensor,
     ball: Ball,
@@ -384,23 +456,21 @@ def certified_radius(
 
     The other arguments are those of :func:`certify`.
     """
-    x, y = _check(x, y, ball)
+    x, y = checked(x, y, ball, plans)
     effort = CertifySettings(method, plans, steps, batch_size, time_limit, False)
     inputs.check_count("rounds", rounds)
     end = time.monotonic() + time_limit * x.shape[0]
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
     trial = torch.where(eps > 0, eps, 0.01).expand(x.shape[0]).clone()
-    clean = _clean_margin(model, x, y) if x.shape[0] else trial
+    program = exported(model, x)
+    clean = _clean_margin(program, x, y) if x.shape[0] else trial
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
     above, below = clean.clone(), clean.clone()  # margins at both ends
-    graph = _traced(model, x, effort)
+    graph = _graph(program, x, effort)
     if graph is None:
         return low
     title = f"certified radius, {method}, at most {time_limit * x.shape[0]:.0f} s"
-    with (
-        trust.steady(model, [x] if x.shape[0] else []),
-        bar(title, rounds, show=progress) as shown,
-    ):
+    with bar(title, rounds, show=progress) as shown:
         for left in range(rounds, 0, -1):
             apart = high.isinf() | (high - low > high / FINE)
             index = (apart & (clean > 0)).nonzero()[:, 0]
@@ -408,12 +478,13 @@ def certified_radius(
             if index.numel() == 0 or seconds <= 0:
                 break
             some = replace(effort, time_limit=seconds / left / index.shape[0])
-            result = _certify(model, graph, x[index], y[index], ball.at(trial[index]), some)
+            result = _certify(program, graph, x[index], y[index], ball.at(trial[index]), some)
             yes, no = index[result.certified], index[~result.certified]
             low[yes], above[yes] = trial[yes], result.margin[result.certified]
             high[no], below[no] = trial[no], result.margin[~result.certified]
             trial = _next_radius(clean, low, high, clean - above, clean - below)
             shown.advance(1)
+    exported(model, x, program)
     return low
 
 
@@ -435,44 +506,28 @@ def _next_radius(clean: Tensor, low: Tensor, high: Tensor, taken: Tensor, lost: 
     return torch.where(bounded, torch.where(certified, inside, 0.95 * root.clamp(max=high)), beyond)
 
 
-def _traced(model: nn.Module, x: Tensor, effort: CertifySettings) -> Graph | None:
-    """The graph of a model; ``None`` with a warning if nothing can be certified in time."""
-
-    def check(graph: Graph) -> None:
-        seconds = effort.seconds(graph, x.device)
-        if seconds > BEYOND * effort.time_limit:
-            raise BeyondReach(
-                "nothing is certified: bounds of all activations of this network would "
-                f"take about {seconds / 3600:,.1f} hours per image, and time_limit is "
-                f"{effort.time_limit:g} seconds; certify a smaller network or smaller images, or a "
-                "smoothed classifier (wball.FlowSmoothing)"
-            )
-
-    try:
-        return trace(model, x, check)
-    except BeyondReach as reason:
-        warnings.warn(str(reason), RuntimeWarning, stacklevel=3)
-        return None
+def _graph(program: Program, x: Tensor, effort: CertifySettings) -> Graph | None:
+    """The graph of a program; ``None`` with a warning if nothing can be certified in time."""
+    graph = graph_of(program, x)
+    seconds = effort.seconds(graph, x.device)
+    if seconds <= BEYOND * effort.time_limit:
+        return graph
+    warnings.warn(
+        "nothing is certified: bounds of all activations of this network would take about "
+        f"{seconds / 3600:,.1f} hours per image, and time_limit is {effort.time_limit:g} seconds; "
+        "certify a smaller network or smaller images, or a smoothed classifier "
+        "(wball.FlowSmoothing)",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
 
 
-def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
-    if not callable(getattr(ball, "input_set", None)):
-        raise TypeError(
-            "ball must be a threat model with a method input_set (docs/extending.md), got "
-            f"{type(ball).__name__}"
-        )
-    x = inputs.check_images(x, ball.box)
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
-    inputs.check_eps_count(ball.eps, x.shape[0])
-    return x.detach(), inputs.check_labels("y", y, x)
-
-
+@full_precision()
 @torch.no_grad()
-def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """``logit[y] - best other logit`` of the images themselves, in evaluation mode."""
-    with evaluating(model):
-        logits = ask(model, x).to(torch.float64)
+def _clean_margin(program: Program, x: Tensor, y: Tensor) -> Tensor:
+    """``logit[y] - best other logit`` of the images themselves."""
+    logits = program(x).to(torch.float64)
     check_classes("y", y, logits)
     own = logits.gather(1, y[:, None])[:, 0]
     return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
@@ -595,7 +650,7 @@ class _BoundedBatch:
             climbed = improve(problems, problems.start(), steps, 0.3, self.deadline)
             found[image, other] = torch.maximum(found[image, other], climbed.bound)
             for n, k in enumerate(left[image].tolist()):
-                leaf = leaf_of(climbed, n, int(other[n]), self.graph.relaxed())
+                leaf = leaf_of(climbed, n, int(other[n]), self.graph.names())
                 self.leaves[k] = (*self.leaves[k], leaf)
         margins[left] = found
         self.bounds.put(left, some)

@@ -1,9 +1,13 @@
 """A network as a graph of operations that know how to carry a linear bound backwards.
 
-Sequential and residual networks, wrappers that normalise, and functional code all end up as the
-same few operations (:mod:`wball.certificates.tracing`). Every operation is either *affine* in the
-values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a, b>``) or an
-:class:`Activation` or :class:`Curved`, which are relaxed elsewhere.
+All programs end up as the same few operations (:mod:`wball.certificates.operators`). Every one is
+either *affine* in the values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a,
+b>``), or an :class:`Activation`, a :class:`Curved` or a :class:`Product`, which are relaxed
+elsewhere.
+
+The model computes in its own precision. Its network is the exact one with perturbations: the value
+of every operation is off by at most :meth:`Op.rounding` unit roundoffs, from the largest magnitudes
+of what it reads.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.curves import CURVES, Curve
+from wball.certificates.curves import ULPS, UNKNOWN, Curve, Lines
 from wball.input_sets.rows import Rows, add, trim
 from wball.inputs import dot
 
@@ -39,6 +43,11 @@ class Op(ABC):
     inputs: tuple[int, ...]
     shape: Shape
 
+    def rounding(self, *sizes: Tensor) -> Tensor | float:
+        """What the computed value may be off by, in unit roundoffs, if the magnitudes of what it
+        reads are at most ``sizes``; infinite where it may overflow."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Input(Op):
@@ -57,14 +66,22 @@ class Affine(Op):
     def forward(self, *values: Tensor) -> Tensor:
         """Apply the operation, in the precision of the values."""
 
-    def spread(self, *radii: Tensor) -> Tensor | None:
-        """The radii of what becomes of intervals; ``None`` if the operation does not know."""
-        return None
+    @abstractmethod
+    def spread(self, *radii: Tensor) -> Tensor:
+        """The operation with the absolute values of its coefficients, without constants: the radii
+        of what becomes of intervals."""
 
-    def interval(self, *values: Interval) -> Interval | None:
-        """What intervals become, coordinate by coordinate; ``None`` if that is not known."""
-        radius = self.spread(*(radius for _, radius in values))
-        return None if radius is None else (self.forward(*(c for c, _ in values)), radius)
+    def constants(self) -> Tensor | float:
+        """The magnitudes of the constants that enter the value."""
+        return 0.0
+
+    def terms(self, *sizes: Tensor) -> Tensor | float:
+        """How many terms that may differ from 0 are summed in one value."""
+        return 1.0
+
+    def rounding(self, *sizes: Tensor) -> Tensor | float:
+        summed = self.spread(*sizes) + self.constants()
+        return (self.terms(*sizes) + ULPS) * summed
 
 
 def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
@@ -78,7 +95,8 @@ class Linear(Affine):
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
-        constant = a.new_zeros(a.shape[0]) if self.bias is None else dot(a, self.bias.to(a.dtype))
+        flat = a.flatten(1, -2).sum(1) if a.ndim > 2 else a
+        constant = a.new_zeros(a.shape[0]) if self.bias is None else flat @ self.bias.to(a.dtype)
         return constant, [rows.like(a @ self.weight.to(a.dtype))]
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -86,6 +104,12 @@ class Linear(Affine):
 
     def spread(self, *radii: Tensor) -> Tensor:
         return F.linear(radii[0], self.weight.to(radii[0].dtype).abs())
+
+    def constants(self) -> Tensor | float:
+        return 0.0 if self.bias is None else self.bias.double().abs()
+
+    def terms(self, *sizes: Tensor) -> Tensor:
+        return F.linear((sizes[0] > 0).to(sizes[0]), (self.weight != 0).to(sizes[0]))
 
 
 @dataclass(frozen=True)
@@ -129,6 +153,13 @@ class Conv2d(Affine):
         settings = (self.stride, self.padding, self.dilation, self.groups)
         return F.conv2d(radii[0], self.weight.to(radii[0].dtype).abs(), None, *settings)
 
+    def constants(self) -> Tensor | float:
+        return 0.0 if self.bias is None else self.bias.double().abs()[:, None, None]
+
+    def terms(self, *sizes: Tensor) -> Tensor:
+        reads = replace(self, weight=(self.weight != 0).to(sizes[0]), bias=None)
+        return reads.forward((sizes[0] > 0).to(sizes[0]))
+
 
 @dataclass(frozen=True)
 class Diagonal(Affine):
@@ -137,7 +168,8 @@ class Diagonal(Affine):
 
     scale: Tensor  # (1, *shape), or (1, C, 1, 1) where the same all over the map
     shift: Tensor
-    summed: Tensor | None = None  # magnitudes that cancelled in the shift, if any
+    summed: Tensor  # magnitudes that cancelled in the shift
+    count: float = 2.0  # operations
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
@@ -150,6 +182,24 @@ class Diagonal(Affine):
 
     def spread(self, *radii: Tensor) -> Tensor:
         return radii[0] * self.scale.to(radii[0].dtype).abs()
+
+    def constants(self) -> Tensor:
+        return self.shift.abs() + self.summed
+
+    def terms(self, *sizes: Tensor) -> Tensor | float:
+        return self.count
+
+    def after(self, before: Diagonal) -> Diagonal:
+        """This operation and the one before it as one."""
+        summed = (self.scale * before.shift).abs() + self.scale.abs() * before.summed
+        return replace(
+            self,
+            inputs=before.inputs,
+            scale=self.scale * before.scale,
+            shift=self.scale * before.shift + self.shift,
+            summed=summed + self.summed,
+            count=self.count + before.count,
+        )
 
     @staticmethod
     def _read(values: Tensor, rows: Rows) -> Tensor:
@@ -190,33 +240,89 @@ class Reshape(Affine):
     def spread(self, *radii: Tensor) -> Tensor:
         return self.forward(*radii)
 
+    def rounding(self, *sizes: Tensor) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
-class Generic(Affine):
-    """Any other affine operation, transposed by automatic differentiation at 0."""
+class Move(Affine):
+    """Values of other places, and constants: every value is ``(h_1, h_2, ..., 0)[index] + shift``.
+
+    Attributes:
+        before: the shapes of what is read.
+        index: for every value, its place among all that is read, flat.
+    """
 
     before: tuple[Shape, ...]
-    function: Callable[..., Tensor] = field(compare=False)
-    magnitude: Callable[..., Tensor] | None = field(
-        compare=False
-    )  # with the absolute values of its coefficients
-    call: str  # what it calls, with which constants
-    constants: tuple[Tensor, ...]
+    index: Tensor
+    shift: Tensor  # (1, *shape), float64
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         whole = rows.dense(self.shape)
-        a = whole.coeff
-        zeros = [a.new_zeros((a.shape[0], *shape)) for shape in self.before]
-        value, pull, *_ = torch.func.vjp(self.function, *zeros)
-        return dot(a, value), [whole.like(g) for g in pull(a)]
+        constant = dot(whole.coeff, self.shift.to(whole.coeff.dtype).expand_as(whole.coeff))
+        sizes = [math.prod(shape) for shape in self.before]
+        parts = gathered(whole.coeff, self.index, sum(sizes) + 1)[:, :-1].split(sizes, 1)
+        shaped = (p.reshape(-1, *shape) for p, shape in zip(parts, self.before, strict=True))
+        return constant, [whole.like(part) for part in shaped]
 
     def forward(self, *values: Tensor) -> Tensor:
-        return self.function(*values)
+        return self.spread(*values) + self.shift.to(values[0].dtype)
 
-    def spread(self, *radii: Tensor) -> Tensor | None:
-        if self.magnitude is None:
-            return None
-        return self.magnitude(*radii) - self.magnitude(*map(torch.zeros_like, radii))
+    def spread(self, *radii: Tensor) -> Tensor:
+        flat = [*(r.flatten(1) for r in radii), radii[0].new_zeros((radii[0].shape[0], 1))]
+        return torch.cat(flat, 1)[:, self.index].reshape(-1, *self.shape)
+
+    def constants(self) -> Tensor:
+        return self.shift.abs()
+
+    def rounding(self, *sizes: Tensor) -> float:
+        return 0.0
+
+
+def gathered(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """Rows over ``h[index]`` as rows over ``h``, both flat."""
+    return rows.new_zeros((rows.shape[0], size)).index_add(1, index, rows.flatten(1))
+
+
+@dataclass(frozen=True)
+class Generic(Affine):
+    """Any other affine operation, transposed by automatic differentiation at 0.
+
+    Attributes:
+        function: of one image's values; ``magnitude`` is the same with the absolute values of its
+            coefficients.
+        count: how many terms are summed in one value.
+    """
+
+    before: Shape
+    function: Callable[[Tensor], Tensor] = field(compare=False)
+    magnitude: Callable[[Tensor], Tensor] = field(compare=False)
+    count: float
+    device: torch.device
+
+    def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
+        whole = rows.dense(self.shape)
+        zero = whole.coeff.new_zeros((whole.coeff.shape[0], *self.before))
+        value, pull, *_ = torch.func.vjp(torch.vmap(self.function), zero)
+        return dot(whole.coeff, value), [whole.like(pull(whole.coeff)[0])]
+
+    def forward(self, *values: Tensor) -> Tensor:
+        result: Tensor = torch.vmap(self.function)(*values)
+        return result
+
+    def spread(self, *radii: Tensor) -> Tensor:
+        return self._magnitude(radii[0]) - self._magnitude(0 * radii[0][:1])
+
+    def constants(self) -> Tensor:
+        zero = torch.zeros((1, *self.before), dtype=torch.float64, device=self.device)
+        return self._magnitude(zero)
+
+    def _magnitude(self, values: Tensor) -> Tensor:
+        result: Tensor = torch.vmap(self.magnitude)(values)
+        return result
+
+    def terms(self, *sizes: Tensor) -> float:
+        return self.count
 
 
 @dataclass(frozen=True)
@@ -234,47 +340,106 @@ class Activation(Op):
         """The activation itself; 0 times infinity is 0 here."""
         return F.leaky_relu(h, self.leak) if self.leak else h.relu()
 
+    def rounding(self, *sizes: Tensor) -> Tensor | float:
+        return 3 * self.leak * sizes[0]  # the slope is rounded, too
+
 
 @dataclass(frozen=True)
 class Curved(Op):
-    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate."""
+    """A scalar function in every coordinate."""
 
-    kind: str
+    curve: Curve
 
-    @property
-    def curve(self) -> Curve:
-        return CURVES[self.kind]
+    def relaxed(self, lines: Lines, rows: Rows) -> tuple[Tensor, Rows, Tensor]:
+        """The line below the curve where a row's coefficient is positive, the one above where it
+        is negative. The last one is the sum of the magnitudes that entered the constant."""
+        positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
 
-    def interval(self, low: Tensor, up: Tensor) -> Interval:
-        """The interval of the output when the input is between ``low`` and ``up``."""
-        least, most = self.curve.between(low, up)
-        return (least + most) / 2, (most - least) / 2
+        def read(part: Tensor) -> Tensor:
+            return rows.read(part.to(rows.coeff.dtype))
+
+        below, above = positive * read(lines.low_shift), negative * read(lines.up_shift)
+        size = (below.detach().abs() + above.detach().abs()).flatten(1).sum(1)
+        out = rows.like(positive * read(lines.low_slope) + negative * read(lines.up_slope))
+        return (below + above).flatten(1).sum(1), out, size
+
+
+@dataclass(frozen=True)
+class Known(Op):
+    """The same values; their bounds are needed by a :class:`Product`."""
+
+
+@dataclass(frozen=True)
+class Product(Op):
+    """The product of two values with bounds, both :class:`Known`.
+
+    With centres ``c, d`` and radii ``r, s``, ``|x y - (d x + c y - c d)| <= r s``.
+
+    Attributes:
+        views: for every value of the product, the flat place of each factor; ``None`` for factors
+            of the same shape.
+    """
+
+    views: tuple[Tensor | None, Tensor | None]
+
+    def seen(self, *values: Tensor) -> list[Tensor]:
+        """What the two factors are in the shape of the product, of every image."""
+        return [
+            v if view is None else v.flatten(1)[:, view].reshape(-1, *self.shape)
+            for v, view in zip(values, self.views, strict=True)
+        ]
+
+    def relaxed(
+        self, first: Interval, second: Interval, rows: Rows
+    ) -> tuple[Tensor, list[Rows], Tensor]:
+        """The planes below and above the product, as in :meth:`Curved.relaxed`."""
+        rows = rows if self.views == (None, None) else rows.dense(self.shape)
+        a, dtype = rows.coeff, rows.coeff.dtype
+        (c, d), (r, s) = self.seen(first[0], second[0]), self.seen(first[1], second[1])
+        c, d, r, s = (rows.read(part.clamp(-UNKNOWN, UNKNOWN).to(dtype)) for part in (c, d, r, s))
+        constant = (-a * c * d - a.abs() * r * s).flatten(1).sum(1)
+        size = (a.detach().abs() * ((c * d).abs() + r * s)).flatten(1).sum(1)
+
+        def pulled(row: Tensor, view: Tensor | None, of: Tensor) -> Rows:
+            if view is None:
+                return rows.like(row)
+            flat = gathered(row, view, of[0].numel())
+            return rows.like(flat.reshape(-1, *of.shape[1:]))
+
+        parts = zip((a * d, a * c), self.views, (first[0], second[0]), strict=True)
+        return constant, [pulled(*part) for part in parts], size
+
+    def rounding(self, *sizes: Tensor) -> Tensor:
+        first, second = self.seen(*sizes)
+        return 2 * first * second
 
 
 @dataclass(frozen=True)
 class Graph:
     """Operations in the order they run; the last one gives the logits.
 
-    ``slack``: what each logit that the model computes may be off by, compared with exact arithmetic
-    (:func:`wball.certificates.trust.compare`). Margins are lowered by that of both logits.
+    ``unit`` is the unit roundoff of the precision in which the model computes, and ``limit`` a
+    magnitude that is sure not to overflow there.
     """
 
     ops: tuple[Op, ...]
-    slack: Tensor | None = None
+    unit: float = 0.0
+    limit: float = math.inf
 
     @property
-    def rounding(self) -> float:
+    def allowance(self) -> float:
         """Allowance for rounding in float64, relative to the magnitudes summed: twice the error of
         a sum with as many terms as the largest layer has values, but at least 1e-12."""
         return max(1e-12, 2.3e-16 * max(math.prod(op.shape) for op in self.ops))
 
-    def slack_of(self, y: Tensor, other: Tensor) -> Tensor | float:
-        """The largest error of the difference of two logits."""
-        return 0.0 if self.slack is None else self.slack[y] + self.slack[other]
-
     def relaxed(self) -> list[int]:
         """Positions of the operations whose inputs need bounds, in order."""
-        return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved))]
+        kinds = (Activation, Curved, Known)
+        return [k for k, op in enumerate(self.ops) if isinstance(op, kinds)]
+
+    def names(self) -> dict[int, str]:
+        """The activations, whose units can be split, with the names of their nodes."""
+        return {k: op.name for k, op in enumerate(self.ops) if isinstance(op, Activation)}
 
     def multiplications(self) -> float:
         """Approximate number of multiplications for the bounds of all relaxed units: rows are
@@ -292,7 +457,7 @@ class Graph:
                 )
                 if isinstance(op, Conv2d):
                     side = (side - 1) * op.stride[0] + op.dilation[0] * (op.weight.shape[2] - 1) + 1
-                elif not isinstance(op, (Diagonal, Sum, Activation, Curved)):
+                elif isinstance(op, (Linear, Reshape, Move, Generic)):
                     side = math.inf
                 for source in op.inputs:
                     sides[source] = max(side, sides.get(source, 0.0))
@@ -312,41 +477,7 @@ class Graph:
         """The logits of the network."""
         return deque(self._run(x), maxlen=1)[0][1]
 
-    @torch.no_grad()
-    def rounded(self, x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-        """The logits of the network when every operation has random errors of the size of its
-        rounding.
-
-        A sum of ``n`` products is off by about ``log2(n)`` units of the sum of their magnitudes.
-        """
-
-        def spoil(op: Op, sources: list[Tensor], value: Tensor) -> Tensor:
-            if isinstance(op, Curved):
-                summed: Interval | None = (value, sources[0].abs())
-            elif not isinstance(op, Affine) or isinstance(op, Reshape):
-                return value
-            else:
-                summed = op.interval(*((torch.zeros_like(h), h.abs()) for h in sources))
-            if summed is None:  # with absolute coefficients unknown
-                assert isinstance(op, Affine)
-                size = op.forward(*(h.abs() for h in sources)).abs() + value.abs()
-            else:
-                size = summed[0].abs() + summed[1]
-            if isinstance(op, Diagonal) and op.summed is not None:
-                size = size + op.summed.to(size)
-            terms = (
-                op.weight[0].numel() if isinstance(op, (Linear, Conv2d)) else sources[0][0].numel()
-            )
-            noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(
-                value.device
-            )
-            return value + noise * unit * (2 + math.log2(terms + 1)) * size
-
-        return deque(self._run(x, spoil), maxlen=1)[0][1]
-
-    def _run(
-        self, x: Tensor, spoil: Callable[[Op, list[Tensor], Tensor], Tensor] | None = None
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _run(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The value of every operation, in order. Each value is deleted after its last use."""
         last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
         held: dict[int, Tensor] = {0: x}
@@ -357,11 +488,13 @@ class Graph:
                 held[position] = op.forward(*sources)
             elif isinstance(op, Activation):
                 held[position] = F.leaky_relu(sources[0], op.leak)
+            elif isinstance(op, Curved):
+                held[position] = op.curve(sources[0])
+            elif isinstance(op, Product):
+                first, second = op.seen(*sources)
+                held[position] = first * second
             else:
-                assert isinstance(op, Curved)
-                held[position] = op.curve.function(sources[0])
-            if spoil is not None:
-                held[position] = spoil(op, sources, held[position])
+                held[position] = sources[0]
             yield position, held[position]
             for source in op.inputs:
                 if last[source] == position:
@@ -369,12 +502,17 @@ class Graph:
 
 
 def back(
-    graph: Graph, target: int, rows: Rows, relax: Callable[[int, Rows], tuple[Tensor, Rows]]
+    graph: Graph,
+    target: int,
+    rows: Rows,
+    relax: Callable[[int, Rows], tuple[Tensor, list[Rows]]],
+    errors: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Rows]:
     """Carry rows over operation ``target`` back to the image: ``<rows, h> >= constant + <result,
     x>``.
 
-    ``relax(position, rows)`` bounds an activation's rows from below by rows over what it reads.
+    ``relax(position, rows)`` bounds the rows of an operation that is not affine from below by rows
+    over what it reads. ``errors``: what the model's values may be off by, of every operation.
     """
     pending: dict[int, Rows] = {target: rows}
     constant = rows.coeff.new_zeros(rows.coeff.shape[0])
@@ -383,12 +521,10 @@ def back(
         if here is None:
             continue
         op = graph.ops[position]
-        if isinstance(op, Affine):
-            shift, parts = op.back(here)
-        else:
-            shift, part = relax(position, here)
-            parts = [part]
+        shift, parts = op.back(here) if isinstance(op, Affine) else relax(position, here)
         constant = constant + shift
+        if errors is not None and position in errors:
+            constant = constant - dot(here.coeff.abs(), here.read(errors[position]))
         for source, part in zip(op.inputs, parts, strict=True):
             pending[source] = (
                 add(pending[source], part, graph.ops[source].shape) if source in pending else part

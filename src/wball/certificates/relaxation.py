@@ -14,9 +14,14 @@ are in :mod:`wball.certificates.anchor`.
 
 Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all
 searching may run in float32. The evaluation that counts is in float64 (rows, constants, charges,
-input maximum), from float64 bounds of earlier layers, and is lowered by ``Graph.rounding`` times
-the sum of the magnitudes that entered it. The network that is certified is the one with the given
-weights in exact arithmetic.
+input maximum), from float64 bounds of earlier layers, and is lowered by ``Graph.allowance`` times
+the sum of the magnitudes that entered it.
+
+The model computes in its own precision. At every operation its values are off by some ``delta``,
+bounded from the magnitudes that the operation reads anywhere in the set (:meth:`Op.rounding`). So
+the network that is certified is the exact one with these perturbations: a row with coefficients
+``a`` loses ``<|a|, delta>`` at each operation that it crosses. The bounds of units hold for the
+values that the model computes, too.
 """
 
 from __future__ import annotations
@@ -40,8 +45,19 @@ from wball.certificates.anchor import (
     image_convolution,
 )
 from wball.certificates.condition import Condition
-from wball.certificates.curves import curve_lines
-from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, back
+from wball.certificates.curves import UNKNOWN, Curve, Lines, curve_lines, interval_product
+from wball.certificates.graph import (
+    Activation,
+    Affine,
+    Curved,
+    Graph,
+    Input,
+    Interval,
+    Known,
+    Op,
+    Product,
+    back,
+)
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.rows import Rows, units
@@ -63,26 +79,66 @@ Lower = Literal["adaptive", "parallel"]
 @dataclass
 class Bounds:
     """Bounds ``[lower, upper]`` of the input of each relaxed operation, ``(B, *shape)``, in
-    float64."""
+    float64.
+
+    ``errors``: of every operation that rounds, what the model's values may be off by.
+    """
 
     lower: dict[int, Tensor] = field(default_factory=dict)
     upper: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, Tensor] = field(default_factory=dict)
+    _lines: dict[int, Lines] = field(default_factory=dict)
 
     def take(self, index: Tensor) -> Bounds:
         """The bounds of a subset of the images."""
-        return Bounds(
-            {k: v[index] for k, v in self.lower.items()},
-            {k: v[index] for k, v in self.upper.items()},
+        lower, upper, errors = (
+            {k: v[index] for k, v in table.items()}
+            for table in (self.lower, self.upper, self.errors)
         )
+        return Bounds(lower, upper, errors)
 
     @staticmethod
     def join(parts: list[Bounds]) -> Bounds:
         """Concatenate the bounds of several groups of images."""
-        lower, upper = (
-            {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
-            for sides in ([part.lower for part in parts], [part.upper for part in parts])
+        if not parts:
+            return Bounds()
+        sizes = [len(next(iter(part.lower.values()), ())) for part in parts]
+
+        def joined(tables: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+            like = {k: v[:1] for table in tables for k, v in table.items()}
+            return {  # an error that is not there is 0
+                k: torch.cat(
+                    [
+                        table[k] if k in table else v.new_zeros((size, *v.shape[1:]))
+                        for table, size in zip(tables, sizes, strict=True)
+                    ]
+                )
+                for k, v in like.items()
+            }
+
+        return Bounds(
+            joined([part.lower for part in parts]),
+            joined([part.upper for part in parts]),
+            joined([part.errors for part in parts]),
         )
-        return Bounds(lower, upper)
+
+    def lines(self, position: int, curve: Curve) -> Lines:
+        """Lines below and above a curve, computed once for the bounds of its layer."""
+        if position not in self._lines:
+            low, up = self.lower[position], self.upper[position]
+            self._lines[position] = curve_lines(curve, low, up)
+        return self._lines[position]
+
+    def changed(self, position: int) -> None:
+        """Forget what followed from the bounds of a layer."""
+        self._lines.pop(position, None)
+
+    def range_of(self, position: int) -> Interval:
+        """Centre and radius of the input of a relaxed operation."""
+        low = self.lower[position].clamp(min=-UNKNOWN)
+        up = self.upper[position].clamp(max=UNKNOWN)
+        centre = (low + up) / 2
+        return centre, torch.maximum(up - centre, centre - low)
 
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
         """Store bounds in the order of the units, regardless of the memory format of the
@@ -91,15 +147,22 @@ class Bounds:
             -math.inf, math.inf, -math.inf
         ).contiguous()  # NaN is no bound
         self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
+        self.changed(position)
 
     def put(self, index: Tensor, other: Bounds) -> None:
         """Write the bounds of a subset of the images."""
         for position in other.lower:
             self.lower[position][index] = other.lower[position]
             self.upper[position][index] = other.upper[position]
+            self.changed(position)
 
     def unstable(self, position: int) -> Tensor:
         return (self.lower[position] < 0) & (self.upper[position] > 0)
+
+    def wide(self, position: int) -> Tensor:
+        """Units of curves and products whose range is more than rounding."""
+        low, up = self.lower[position], self.upper[position]
+        return up - low > NEGLIGIBLE * (1 + low.abs())
 
     def worth_a_row(self, position: int) -> Tensor:
         """Units for which a better bound matters: those that cross 0 by more than rounding."""
@@ -114,46 +177,79 @@ class Intervals:
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.graph, self.source = graph, source
-        self._found: dict[int, Interval | None] = {}
+        self._found: dict[int, Interval] = {}
+        self._lost = torch.zeros_like(source.ranges()[0].flatten(1)[:, 0], dtype=torch.bool)
 
     def start(self, position: int, bounds: Bounds) -> None:
         """Bounds by one interval step from the bounds of earlier layers, which is cheap and
         sufficient for many units."""
         source = self.graph.ops[position].inputs[0]
-        for place in range(source + 1):
-            if place in self._found:
-                continue
-            op, found = self.graph.ops[place], None
-            if isinstance(op, Input):
-                low, up = self.source.ranges()
-                found = (low + up) / 2, (up - low) / 2
-            elif isinstance(op, Affine):
-                parts = [self._found[k] for k in op.inputs]
-                known = [part for part in parts if part is not None]
-                found = self._widened(op, known) if len(known) == len(parts) else None
-            elif place in bounds.lower:
-                assert isinstance(op, (Activation, Curved))
-                found = op.interval(bounds.lower[place], bounds.upper[place])
-                # Half a bound is enough for a stable unit, but infinite intervals would cancel to
-                # NaN further on.
-                found = found if bool(torch.isfinite(found[1]).all()) else None
-            self._found[place] = found
-        interval = self._found[source]
-        if interval is None:
-            like = self.source.ranges()[0]
-            empty = like.new_full((like.shape[0], *self.graph.ops[source].shape), math.inf)
-            bounds.set(position, -empty, empty)
-            return
-        centre, radius = interval
+        self.reach(source, bounds)
+        centre, radius = self._found[source]
         bounds.set(position, centre - radius, centre + radius)
 
-    def _widened(self, op: Affine, parts: list[Interval]) -> Interval | None:
-        """The interval after an operation, widened for the rounding of every sum in it."""
-        found = op.interval(*parts)
-        summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
-        if found is None or summed is None:
+    def reach(self, target: int, bounds: Bounds) -> None:
+        """Find the intervals and the errors of all operations up to ``target``."""
+        for place in range(target + 1):
+            if place not in self._found:
+                self._found[place] = self._interval(place, bounds)
+
+    def _interval(self, place: int, bounds: Bounds) -> Interval:
+        op = self.graph.ops[place]
+        if isinstance(op, Input):
+            low, up = self.source.ranges()
+            return (low + up) / 2, (up - low) / 2
+        if isinstance(op, Affine):
+            parts = [self._found[k] for k in op.inputs]
+            centre = op.forward(*(c for c, _ in parts))
+            sizes = [c.abs() + r for c, r in parts]
+            summed = op.spread(*sizes) + op.constants() + centre.abs()
+            radius = op.spread(*(r for _, r in parts)) + self.graph.allowance * summed
+        else:
+            centre, radius, sizes = self._relaxed(place, op, bounds)
+            summed = centre.abs() + radius
+        rounding = op.rounding(*sizes)
+        if isinstance(op, Curved):
+            rounding = bounds.lines(place, op.curve).error
+        error = self._error(rounding, summed, place)
+        if error is not None:
+            bounds.errors[place] = error = error.expand(radius.shape)
+            radius = radius + error
+        return centre, radius.clamp(max=UNKNOWN)
+
+    def _relaxed(self, place: int, op: Op, bounds: Bounds) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Centre and radius of an operation that is not affine, and the magnitudes it reads."""
+        if isinstance(op, Product):
+            (c, r), (d, s) = (bounds.range_of(k) for k in op.inputs)
+            (a, b), (e, f) = op.seen(c - r, d - s), op.seen(c + r, d + s)
+            low, up = interval_product(a, e, b, f)
+            sizes = [c.abs() + r, d.abs() + s]
+        elif isinstance(op, Curved):
+            lines = bounds.lines(place, op.curve)
+            low, up, sizes = lines.least, lines.most, []
+        else:
+            centre, radius = bounds.range_of(place)
+            low, up, sizes = centre - radius, centre + radius, [centre.abs() + radius]
+            if isinstance(op, Activation):
+                low, up = op.value(low), op.value(up)
+        low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
+        centre, radius = (low + up) / 2, (up - low) / 2
+        return centre, radius * (1 + 1e-15), sizes
+
+    def _error(self, rounding: Tensor | float, size: Tensor, place: int) -> Tensor | None:
+        """What the model's values may be off by; ``None`` if they are exact.
+
+        An image for which any value may overflow has no bound, because 0 times infinity is not 0:
+        its logits may be off by anything.
+        """
+        error = torch.zeros_like(size) + (1.001 * self.graph.unit) * rounding
+        known = ((size <= self.graph.limit) & (error < UNKNOWN)).flatten(1).all(1)
+        self._lost = self._lost | ~known
+        if place == len(self.graph.ops) - 1:
+            error[self._lost] = UNKNOWN
+        elif isinstance(rounding, float) and rounding == 0.0:
             return None
-        return found[0], found[1] + self.graph.rounding * (summed[1] + found[0].abs())
+        return error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
 
 
 class Relaxation:
@@ -198,23 +294,20 @@ class Relaxation:
         bounds: Bounds,
         charged: list[tuple[Anchor, Rows]] | None = None,
         scale: list[Tensor] | None = None,
-    ) -> Callable[[int, Rows], tuple[Tensor, Rows]]:
+    ) -> Callable[[int, Rows], tuple[Tensor, list[Rows]]]:
         """The relaxation step of :func:`wball.certificates.graph.back`.
 
         With ``charged``, units that have an anchor are bounded by it, and their weights are added
         to the list. ``scale`` collects the magnitudes of the constants.
         """
 
-        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+        def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
             op = self.graph.ops[position]
-            if isinstance(op, Curved):
-                constant, rows, size = relax_curve(
-                    op, rows, bounds.lower[position], bounds.upper[position]
-                )
+            if not isinstance(op, Activation):
+                constant, parts, size = relaxed(op, position, rows, bounds)
                 if scale is not None:
                     scale.append(size)
-                return constant, rows
-            assert isinstance(op, Activation)
+                return constant, parts
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
             slope, shift = upper_line(low, up, op.leak)
@@ -231,7 +324,7 @@ class Relaxation:
             constant = dot(negative, rows.read(shift))
             if scale is not None:
                 scale.append(constant.abs())
-            return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
+            return constant, [rows.like(positive * rows.read(under) + negative * rows.read(slope))]
 
         return relax
 
@@ -256,8 +349,9 @@ class Relaxation:
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
         relax = self._relax(bounds, charged if anchored else None, scale)
+        self.reach(target, bounds)
         constant, at_input = back(
-            self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax
+            self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax, bounds.errors
         )
         size = sum(scale, constant.abs() + at_input.coeff.abs().flatten(1).sum(1))
         at_input, charges = charge(self.source, at_input, charged, dense=self.condition is not None)
@@ -271,13 +365,17 @@ class Relaxation:
         elif settle and (steepest := self.source.steepest(at_input)) is not None:
             largest = dot(negated.coeff, at_input.read(self.source.x))
             largest += steepest * self.source.budget[rows.image]
-            rough = constant - largest - 2 * self.graph.rounding * (size + largest.abs())
+            rough = constant - largest - 2 * self.graph.allowance * (size + largest.abs())
             left = (rough <= 0).nonzero()[:, 0]
             largest[left] = self.source.maximum(negated.take(left), rounds=rounds)
         else:
             largest = self.source.maximum(negated, charges, rounds=rounds)
-        value = constant - largest - self.graph.rounding * (size + largest.abs())
+        value = constant - largest - self.graph.allowance * (size + largest.abs())
         return Bound(value, at_input, charges, constant)
+
+    def reach(self, target: int, bounds: Bounds) -> None:
+        """Find what the model's values may be off by, up to an operation."""
+        self._intervals.reach(target, bounds)
 
     # ---- whole layers
 
@@ -289,10 +387,10 @@ class Relaxation:
             largest = [1]
             step = self._relax(bounds)
 
-            def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
-                constant, out = step(position, rows)
-                largest.extend((rows.coeff[0].numel(), out.coeff[0].numel()))
-                return constant, out
+            def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
+                constant, parts = step(position, rows)
+                largest.extend(part.coeff[0].numel() for part in (rows, *parts))
+                return constant, parts
 
             one = rows_of(torch.zeros(1, dtype=torch.long))
             _, at_input = back(self.graph, target, one, relax)
@@ -317,21 +415,22 @@ class Relaxation:
         """
         op = self.graph.ops[position]
         shape = self.graph.ops[op.inputs[0]].shape
-        size = math.prod(shape)
         known = position in bounds.lower
         gains = None
         if anchored and isinstance(op, Activation):
             gains = Collector(self.source, self.images, shape, self.like.device, self.limit)
-        ready = gains is not None and self._shared_gains(position)
         if not known:
             self._intervals.start(position, bounds)
+        ready = gains is not None and self._shared_gains(position, bounds)
+        if not known:
             known = self._bound_convolution(position, bounds)
             ready = ready or known
         if ready and known and self.condition is None:
             return  # rows could not improve on it
-        every = torch.arange(self.images * size, device=self.like.device)
         done: Tensor | None = None
-        if isinstance(op, Activation):
+        if not isinstance(op, Activation):
+            every = bounds.wide(position).flatten().nonzero()[:, 0]
+        else:
             every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
             if not known and self.centre is not None:
                 # The side that could prove a unit stable comes first: then the other one is not
@@ -348,6 +447,7 @@ class Relaxation:
             some = every if done is None else every[done[every] != side]
             sign = torch.full(some.shape, side, device=self.like.device)
             self._bound_units(position, bounds, some, sign, anchored)
+        bounds.changed(position)
 
     def _bound_convolution(self, position: int, bounds: Bounds) -> bool:
         """Bound the units of a first convolution without rows, if possible."""
@@ -356,13 +456,26 @@ class Relaxation:
         if layer is None or self.centre is None or not several:
             return False
         low, up, centre = bounds.lower[position], bounds.upper[position], self.centre[position]
-        room = self.graph.rounding * (centre.abs() + up - low)
+        room = self.graph.allowance * (centre.abs() + up - low) + self._path_error(position, bounds)
         fall, rise = (
-            (1 + self.graph.rounding) * layer.gain(sign, self.source, self.deadline) + room
+            (1 + self.graph.allowance) * layer.gain(sign, self.source, self.deadline) + room
             for sign in (-1.0, 1.0)
         )
         bounds.set(position, torch.maximum(low, centre - fall), torch.minimum(up, centre + rise))
         return True
+
+    def _path_error(self, position: int, bounds: Bounds) -> Tensor:
+        """What the model's values may be off by in a first convolution, with what is around it."""
+        path, place = list[int](), self.graph.ops[position].inputs[0]
+        while not isinstance(self.graph.ops[place], Input):
+            path.append(place)
+            (place,) = self.graph.ops[place].inputs
+        error = torch.zeros_like(self.source.ranges()[0], dtype=torch.float64)
+        for place in reversed(path):
+            op = self.graph.ops[place]
+            assert isinstance(op, Affine)
+            error = op.spread(error) + bounds.errors.get(place, 0.0)
+        return error
 
     def _bound_with_gains(
         self, position: int, bounds: Bounds, every: Tensor, gains: Collector
@@ -377,7 +490,7 @@ class Relaxation:
         if found is not None:
             self.anchors[position] = found
 
-    def _shared_gains(self, position: int) -> bool:
+    def _shared_gains(self, position: int, bounds: Bounds) -> bool:
         """Whether the units share their gains, as those of a first convolution do: their anchor
         needs no rows, or was given."""
         if position in self.anchors:
@@ -386,7 +499,9 @@ class Relaxation:
             return False
         if (convolution := image_convolution(self.graph, position)) is None:
             return False
-        self.anchors[position] = (ConvAnchor(convolution, self.source.moves), self.centre[position])
+        self.reach(self.graph.ops[position].inputs[0], bounds)
+        centre = self.centre[position] + self._path_error(position, bounds)
+        self.anchors[position] = (ConvAnchor(convolution, self.source.moves), centre)
         return True
 
     def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor) -> Tensor:
@@ -440,7 +555,8 @@ class Relaxation:
 
         step = self._chunk(target, rows_of, bounds, anchored)
         # How far a unit is from 0 does not matter. On a GPU, counting such units takes longer.
-        settle = not (anchored or every.is_cuda or isinstance(self.graph.ops[position], Curved))
+        bends = isinstance(self.graph.ops[position], Activation)
+        settle = bends and not (anchored or every.is_cuda)
         for index in torch.arange(every.shape[0], device=self.like.device).split(step):
             if time.monotonic() > self.deadline:
                 return
@@ -466,6 +582,7 @@ class Relaxation:
         Bounds that are not known by the deadline are ``-inf``.
         """
         target = len(self.graph.ops) - 1
+        self.reach(target, bounds)
         classes = self.graph.ops[target].shape[0]
         out = torch.full(
             (y.shape[0], classes), -math.inf, dtype=torch.float64, device=self.like.device
@@ -489,8 +606,7 @@ class Relaxation:
             bound = self.lower_bound(
                 target, rows_of(index), bounds, anchored=anchored, rounds=MARGIN_ROUNDS
             )
-            slack = self.graph.slack_of(y[image[index]], other[index])
-            out[image[index], other[index]] = bound.value - slack
+            out[image[index], other[index]] = bound.value.nan_to_num(-math.inf)
         return out
 
 
@@ -538,21 +654,15 @@ def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     return slope, shift
 
 
-def relax_curve(
-    op: Curved, rows: Rows, lower: Tensor, upper: Tensor
-) -> tuple[Tensor, Rows, Tensor]:
-    """The line below a curve where a row's coefficient is positive, the one above where it is
-    negative.
-
-    The last one is the sum of the magnitudes that entered the constant.
-    """
-    dtype, lines = rows.coeff.dtype, curve_lines(op.curve, lower.double(), upper.double())
-    positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
-
-    def read(part: Tensor) -> Tensor:
-        return rows.read(part.to(dtype))
-
-    below, above = positive * read(lines.low_shift), negative * read(lines.up_shift)
-    size = (below.detach().abs() + above.detach().abs()).flatten(1).sum(1)
-    out = rows.like(positive * read(lines.low_slope) + negative * read(lines.up_slope))
-    return (below + above).flatten(1).sum(1), out, size
+def relaxed(op: Op, position: int, rows: Rows, bounds: Bounds) -> tuple[Tensor, list[Rows], Tensor]:
+    """Lines or planes on the right side of a curve or of a product: what they add, the rows over
+    what it reads, and the sum of the magnitudes that entered the constant."""
+    if isinstance(op, Known):
+        nothing = rows.coeff.new_zeros(rows.coeff.shape[0])
+        return nothing, [rows], nothing
+    if isinstance(op, Product):
+        first, second = (bounds.range_of(k) for k in op.inputs)
+        return op.relaxed(first, second, rows)
+    assert isinstance(op, Curved)
+    constant, row, size = op.relaxed(bounds.lines(position, op.curve), rows)
+    return constant, [row], size

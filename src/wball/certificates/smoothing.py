@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,6 +152,8 @@ class FlowSmoothing:
     def __init__(self, model: Model, scale: float, batch_size: int = 1000) -> None:
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
+        program: Any = model if hasattr(model, "graph_signature") else None  # of torch.export
+        model = model if program is None else program.module()
         self.model, self.scale = model, inputs.check_positive("scale", scale)
         self.batch_size = inputs.check_count("batch_size", batch_size)
 

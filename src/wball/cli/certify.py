@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,10 @@ from wball.cli import choices, options
 from wball.cli.app import command, open_console, print_json
 from wball.cli.models import load_models
 from wball.storage.names import printable
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
 
 
 @command
@@ -34,6 +38,14 @@ def certify(
     check: Annotated[
         bool, typer.Option("--verify", help="confirm certificates with the independent checker")
     ] = False,
+    save_program: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-program",
+            metavar="FILE",
+            help="write the exported program that the certificates are about as .pt2",
+        ),
+    ] = None,
     window: options.Window = 5,
     pictures: options.DataChoice,
     files: options.ModelFiles,
@@ -60,10 +72,19 @@ def certify(
 
     if out is not None and out.suffix != ".json":
         raise typer.BadParameter(f"--out {out}: the file must end in .json")
+    if save_program is not None and (save_program.suffix != ".pt2" or len(models) > 1):
+        raise typer.BadParameter(
+            f"--save-program {save_program}: the file must end in .pt2 and is for one model"
+        )
     console, radii = open_console(as_json), choices.radii(eps or "")
     threat, where = choices.ball(radii[-1], window), choices.device(device)
     with choices.prints_aside(as_json):
-        made = load_models(models, files, where, seed)
+        made = [
+            (_program(spec, files, where) or net, name)
+            for spec, (net, name) in zip(
+                models, load_models(models, files, where, seed), strict=True
+            )
+        ]
         images = choices.load_images(pictures, where, seed, default_limit=10)
     contents = []
     for (net, name), way in itertools.product(made, method.split(",")):
@@ -78,8 +99,9 @@ def certify(
             ball = threat.at(r)
             with choices.prints_aside(as_json):
                 proof = prove(net, images.x, images.y, ball, way, time_limit=time_limit)  # type: ignore[arg-type]
+                checking = time_limit * max(1, int(proof.certified.sum()))
                 found = (
-                    verify(net, images.x, images.y, ball, proof, time_limit=time_limit)  # type: ignore[arg-type]
+                    verify(net, images.x, images.y, ball, proof, time_limit=checking)  # type: ignore[arg-type]
                     if check
                     else None
                 )
@@ -95,7 +117,12 @@ def certify(
             table.add_row(f"{r:g}", *(f"{100 * share:.1f} %" for share in shares))
         console.print(table)
         about = {"model": name, "data": images.name, "label": images.y.tolist()}
+        about["program"] = proof.subject["program"]
         contents.append({**about, "unit": threat.unit, "method": way, "radii": rows})
+    if save_program is not None and proof.program is not None:
+        save_program.parent.mkdir(parents=True, exist_ok=True)
+        proof.program.save(save_program)
+        console.print(printable(f"written: {save_program}"), markup=False)
     content: Any = contents[0] if len(contents) == 1 else contents
     if out is not None:
         write_json(out, content)
@@ -103,3 +130,13 @@ def certify(
     if as_json:
         print_json(content)
     return 0
+
+
+def _program(spec: str, files: options.ModelFiles, where: torch.device) -> ExportedProgram | None:
+    """The program in a ``.pt2`` file, which is certified as it is."""
+    if Path(spec).suffix != ".pt2" or files.mean is not None:
+        return None
+    from torch.export import load
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(load(spec), where)

@@ -32,7 +32,7 @@ from wball.attacks import Attack, StandardAttack
 from wball.attacks.attack import out_of_memory
 from wball.ball import Ball, check_ball
 from wball.certificates.certificate import METHODS
-from wball.certificates.tracing import trace
+from wball.certificates.operators import read_graph
 from wball.data import class_names
 from wball.evaluation.batches import Batches, FunctionAttack, default_batch_size
 from wball.evaluation.doubts import at_chance, check_certificates, look_for_missed
@@ -254,7 +254,7 @@ def _certificate(certify: bool | str, model: Model, x: Tensor) -> dict[str, str]
         raise TypeError(
             f"certify needs a model that is a torch.nn.Module, got {type(model).__name__}"
         )
-    trace(model, x[:1])
+    read_graph(model, x[:1])
     return {"method": method, "plans": "full"}
 
 

@@ -17,8 +17,8 @@ from certificates.exact import affine_maps, box_margin, network_margin, tiny
 from wball.certificates import CertificateStatus, certificate, certify, relaxation
 from wball.certificates.complete import bound, search
 from wball.certificates.complete.bound import Problems
+from wball.certificates.operators import read_graph
 from wball.certificates.relaxation import Bounds
-from wball.certificates.tracing import trace
 
 
 def agree(
@@ -172,7 +172,7 @@ def test_images_closest_to_certification_come_first(monkeypatch: pytest.MonkeyPa
     net, x, y, eps = tiny(3)
     x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
-    searching = search.Search(net, trace(net, x), ball, "full", 10.0, 2**22, 1, 2**31)
+    searching = search.Search(net, read_graph(net, x), ball, "full", 10.0, 2**22, 1, 2**31)
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
 
     def spend(self: search.Search, left: Tensor) -> None:

@@ -1,35 +1,39 @@
 """An independent checker of certificates: it computes every bound again, slowly and simply, and
 never searches.
 
-:func:`verify` reads the model again (:mod:`.network`), bounds it layer by layer (:mod:`.bounds`)
-and maximises over the ball by weak duality (:mod:`.plans`), in float64 with every rounding error
-accounted for. It shares the reading of the model with :func:`wball.certify`, which compares its
-graph with the model at points around the images, and none of the code that computes bounds. For
-``method="complete"`` it replays the parts, slopes and prices that the certificate stores; any such
-numbers give a sound bound, so it need not trust them.
+:func:`verify` reads the exported program by itself (:mod:`.network`), bounds it layer by layer
+(:mod:`.bounds`) and maximises over the ball by weak duality (:mod:`.plans`), in float64 with every
+rounding error accounted for, its own and those of the program's precision. It shares no code with
+the bounds of :func:`wball.certify`, but the program in normal form and the table of functions of
+one number. For ``method="complete"`` it replays the parts, slopes and prices that the certificate
+stores; any such numbers give a sound bound, so it need not trust them.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball
-from wball.certificates import trust
 from wball.certificates.certificate import CertificateResult
 from wball.certificates.checking.bounds import Checker, Parameters, Signs
-from wball.certificates.checking.network import Bend, Network, Unfollowed
+from wball.certificates.checking.network import Network, Unfollowed
 from wball.certificates.checking.plans import Cube, Transport, domain
 from wball.certificates.complete import Leaf
-from wball.certificates.tracing import trace
-from wball.certificates.trust import UnsupportedModule
-from wball.display import Explained
+from wball.certificates.program import Program, UnsupportedModule, exported
+from wball.certificates.subject import check_classes_of, checked, subject_of
+from wball.display import Explained, Summarised
 from wball.progress import bar
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
 
@@ -63,8 +67,8 @@ class VerificationStatus(Explained):
     )
 
 
-@dataclass(frozen=True)
-class VerificationResult:
+@dataclass(frozen=True, repr=False)
+class VerificationResult(Summarised):
     """What an independent checker found.
 
     Attributes:
@@ -84,10 +88,15 @@ class VerificationResult:
         """Number of certified images that the checker did not confirm."""
         return sum(1 for status in self.status if status is VerificationStatus.UNCONFIRMED)
 
+    def headline(self) -> dict[str, str]:
+        count = Counter(status.name.lower() for status in self.status)
+        shown = {"images": str(len(self.status)), **{k: str(n) for k, n in count.items()}}
+        return {**shown, "reason": self.reason} if self.reason else shown
+
 
 @torch.no_grad()
 def verify(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram | Program,
     x: Tensor,
     y: Tensor,
     ball: Ball,
@@ -103,45 +112,48 @@ def verify(
     balls.
 
     Args:
-        model: the model, run in evaluation mode.
+        model: what was certified: a module, its program (``certificate.program``) or an
+            ``ExportedProgram``. A certificate of another program, of other images, labels or of
+            another ball is refused.
         x: images ``(B, C, H, W)``, or histograms ``(B, n)``.
         y: labels ``(B,)``.
         ball: the threat model.
         certificate: what :func:`wball.certify` returned for them.
-        time_limit: seconds per image; images that take longer are ``UNFOLLOWED``.
+        time_limit: seconds for the call. Images that are not checked by then are ``UNFOLLOWED``.
         progress: show a bar on stderr; ``None`` shows it on a terminal and in a notebook.
     """
-    inputs.check_positive("time_limit", time_limit)
+    end = time.monotonic() + inputs.check_positive("time_limit", time_limit)
     if not isinstance(certificate, CertificateResult):
         raise TypeError(
             f"certificate must be a result of wball.certify, got {type(certificate).__name__}"
         )
-    x = inputs.check_images(x, ball.box).detach()
-    if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
-        raise ValueError(
-            "certificate, x and y must be of the same images, got "
-            f"{certificate.certified.shape[0]} certificates, {x.shape[0]} images and labels of "
-            f"shape {tuple(y.shape)}"
-        )
+    x, y = checked(x, y, ball, certificate.plans)
     margin = torch.full((x.shape[0],), math.nan, dtype=torch.float64)
     status = [VerificationStatus.NOTHING] * x.shape[0]
-    claimed = certificate.certified.nonzero()[:, 0].tolist()
     reason, network = "", None
     try:
-        if claimed:
-            with trust.steady(model, [x]):
-                graph = trace(model, x)
-            network = Network(graph, x.device)
-    except (Unfollowed, UnsupportedModule) as error:
-        reason = str(error)
-    title = f"verify, at most {time_limit * len(claimed):.0f} s"
+        program = model if isinstance(model, Program) else exported(model, x)
+    except UnsupportedModule as error:
+        program, reason = None, str(error)
+    if program is not None:
+        check_classes_of(program, y)
+    _same_subject(certificate, x, y, ball, program)
+    claimed = certificate.certified.nonzero()[:, 0].tolist()
+    try:
+        if claimed and program is not None:
+            network = Network(program)
+            network.compare(x)
+    except Unfollowed as error:
+        network, reason = None, str(error)
+    title = f"verify, at most {time_limit:.0f} s"
     with bar(title, len(claimed), show=progress) as shown:
-        for k in claimed:
+        for number, k in enumerate(claimed):
             status[k] = VerificationStatus.UNFOLLOWED
-            shown.advance(1)
+            shown.stage(1, title)
             if network is None:
                 continue
-            network.deadline = time.monotonic() + time_limit
+            now = time.monotonic()
+            network.deadline = now + (end - now) / (len(claimed) - number)
             leaves = (certificate.leaves[k] if certificate.leaves else None) or ()
             proof = _Proof(network, int(y[k]), leaves)
             one = ball.take(torch.tensor([k], device=x.device))
@@ -151,14 +163,29 @@ def verify(
             except Unfollowed as error:
                 reason = str(error)
                 continue
+            finally:
+                shown.advance(1)
             proved = bool(margin[k] > 0)
             status[k] = VerificationStatus.CONFIRMED if proved else VerificationStatus.UNCONFIRMED
     confirmed = torch.tensor([s is VerificationStatus.CONFIRMED for s in status], dtype=torch.bool)
     return VerificationResult(confirmed, margin, tuple(status), reason)
 
 
-Part = dict[tuple[int, int], int]
-"""Signs of units: by number of the bend and place of the unit in what it reads."""
+def _same_subject(
+    certificate: CertificateResult, x: Tensor, y: Tensor, ball: Ball, program: Program | None
+) -> None:
+    """Refuse a certificate of something else, and name what differs."""
+    given = subject_of(program, x, y, ball)
+    other = [name for name, seen in given.items() if certificate.subject.get(name) != seen]
+    if other:
+        raise ValueError(
+            f"the certificate is of another {' and other '.join(other)}: give verify what was "
+            "certified, or certify again"
+        )
+
+
+Part = dict[tuple[str, int], int]
+"""Signs of units: by name of the kink and place of the unit in what it reads."""
 
 
 @dataclass
@@ -171,8 +198,8 @@ class _Proof:
 
     def margin(self, domains: list[Cube | Transport]) -> float:
         """A lower bound of the margin: the first one above 0, or the best one found."""
-        others = [k for k in range(self.network.classes) if k != self.label]
-        slack = torch.tensor([self._slack(other) for other in others], dtype=torch.float64)
+        logits = self.network.logits(domains[0].centre)
+        others = [k for k in range(len(logits)) if k != self.label]
         best, before = torch.full((len(others),), -math.inf, dtype=torch.float64), None
         for images in domains:
             listed = images.options if isinstance(images, Transport) else 0
@@ -181,10 +208,9 @@ class _Proof:
             whole, before = Checker(self.network, images), listed
             if whole.empty:
                 raise ArithmeticError("bounds cross: the checker is wrong")
-            best = torch.maximum(best, whole.margins(self.label) - slack)
+            best = torch.maximum(best, whole.margins(self.label))
             if bool((best > 0).all()):
                 break
-        logits = self.network.logits(whole.domain.centre)
         clean = float(logits[self.label] - logits[others].amax())
         if float(best.amin()) < -HOPELESS * clean:
             return float(best.amin())
@@ -202,17 +228,13 @@ class _Proof:
 
     def _fits(self, leaf: Leaf, whole: Checker) -> bool:
         """Whether the units that a leaf names exist in this network."""
-        sizes = {n: len(whole.low[self._read(k)]) for n, k in enumerate(self.network.bends)}
+        sizes = {name: len(whole.low[self._read(name)]) for name in self.network.kinks}
         tensors = [*leaf.slopes.items(), *leaf.shares.items()]
-        return all(unit < sizes.get(n, 0) for n, unit, _ in leaf.splits) and all(
-            tensor.numel() == sizes.get(n) for n, tensor in tensors
+        if leaf.box is not None and leaf.box.numel() != len(whole.low[0]):
+            return False
+        return all(0 <= unit < sizes.get(name, 0) for name, unit, _ in leaf.splits) and all(
+            tensor.numel() == sizes.get(name) for name, tensor in tensors
         )
-
-    def _slack(self, other: int) -> float:
-        """The largest error of the margin as the model computes it."""
-        slack = self.network.graph.slack
-        assert slack is not None
-        return float(slack[self.label] + slack[other])
 
     def _part(
         self, part: Part, known: Checker, other: int, leaves: list[tuple[Part, Leaf]]
@@ -239,12 +261,12 @@ class _Proof:
         signs = self._signs(part, known)
         case = Checker(self.network, known.domain, signs, known)
         best = -math.inf
-        units = sum(len(known.low[self._read(node)]) for node in self.network.bends)
+        units = sum(len(known.low[self._read(name)]) for name in self.network.kinks)
         for _ in range(ROUNDS if units <= SMALL or not part else 1):
             if case.empty:
                 return math.inf if best == -math.inf else POSITIVE
             given = {} if leaf is None else self._parameters(case, part, leaf)
-            found = case.margin(self.label, other, self._slack(other), given)
+            found = case.margin(self.label, other, given)
             if found.value > 0:
                 return found.value if best == -math.inf else POSITIVE
             if found.value - best < -PROGRESS * best:
@@ -255,40 +277,38 @@ class _Proof:
 
     def _signs(self, part: Part, known: Checker) -> Signs:
         signs: Signs = {}
-        for (number, unit), sign in part.items():
-            node = self.network.bends[number]
-            signs.setdefault(node, torch.zeros_like(known.low[self._read(node)]))[unit] = sign
+        for (name, unit), sign in part.items():
+            zero = torch.zeros_like(known.low[self._read(name)])
+            signs.setdefault(self.network.kinks[name], zero)[unit] = sign
         return signs
 
-    def _read(self, node: int) -> int:
-        bend = self.network.nodes[node]
-        assert isinstance(bend, Bend)
-        return bend.before
+    def _read(self, name: str) -> int:
+        node = self.network.nodes[self.network.kinks[name]]
+        assert node is not None
+        return node.before[0]
 
     def _parameters(self, case: Checker, part: Part, leaf: Leaf) -> Parameters:
         """Relaxation parameters stored in a leaf. A price is used only if this part has its
         split."""
         given: Parameters = {}
         for kind, values in (("slope", leaf.slopes), ("share", leaf.shares)):
-            for number, tensor in values.items():
-                given[kind, self.network.bends[number]] = tensor.to("cpu", torch.float64)
+            for name, tensor in values.items():
+                given[kind, self.network.kinks[name]] = tensor.to("cpu", torch.float64)
         if leaf.box is not None:
             given["box", 0] = leaf.box.to("cpu", torch.float64).reshape(1, -1)
-        for (number, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
-            if part.get((number, unit)) == sign:
-                node = self.network.bends[number]
-                prices = given.setdefault(
-                    ("price", node), torch.zeros_like(case.low[self._read(node)])
-                )
+        for (name, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
+            if part.get((name, unit)) == sign:
+                zero = torch.zeros_like(case.low[self._read(name)])
+                prices = given.setdefault(("price", self.network.kinks[name]), zero)
                 prices[unit] = sign * max(0.0, price)
         return given
 
 
 def _part_of(leaf: Leaf) -> Part:
-    return {(number, unit): sign for number, unit, sign in leaf.splits}
+    return {(name, unit): sign for name, unit, sign in leaf.splits}
 
 
-def _common(part: Part, leaves: list[tuple[Part, Leaf]]) -> tuple[int, int] | None:
+def _common(part: Part, leaves: list[tuple[Part, Leaf]]) -> tuple[str, int] | None:
     """A unit that all of these leaves have split, with different signs; ``None`` if there is
     none."""
     if len(leaves) < 2:

@@ -17,18 +17,33 @@ by contradiction: only images with a margin ``m <= 0`` matter, and there ``v >= 
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from wball.certificates.checking.lines import LinePair, lines, values_between
-from wball.certificates.checking.network import UNIT, Bend, LinearSum, Network, Unfollowed, gamma
+from wball.certificates.checking.lines import LinePair, known, lines, product
+from wball.certificates.checking.network import (
+    UNIT,
+    Affine,
+    Bend,
+    Curve,
+    Kink,
+    Network,
+    Product,
+    Unfollowed,
+    gamma,
+)
 from wball.certificates.checking.plans import Cube, Transport
 
 CHUNK = 2**24
 """Numbers that rows may hold at a time."""
+
+NARROW = 1e-7
+"""Ranges of curves and products that are narrower than this are not tightened."""
 
 KEPT = 2**26
 """Numbers that the gains of one activation may hold; units beyond keep the chord."""
@@ -64,6 +79,10 @@ class ImageRows:
     charges: Tensor | None
 
 
+Step = tuple[Tensor, Tensor, Sequence[Tensor]]
+"""What rows gain at a node, the magnitudes that enter it, and rows over the values it reads."""
+
+
 @dataclass
 class Margin:
     """A lower bound of the margin to one class over a part, with its row and box prices."""
@@ -94,7 +113,8 @@ class Checker:
     high: list[Tensor] = field(default_factory=list)
     anchors: dict[int, ChargedUnits] = field(default_factory=dict)
     curves: dict[int, LinePair] = field(default_factory=dict)
-    reach: dict[int, Tensor] = field(default_factory=dict)  # of the result of every map
+    sizes: dict[int, Tensor] = field(default_factory=dict)  # magnitudes that enter affine nodes
+    off: list[Tensor] = field(default_factory=list)  # what the model's values may be off by
     empty: bool = False  # no image is in this part
     parallel: bool = False  # lines below activations are parallel to those above
 
@@ -102,18 +122,21 @@ class Checker:
         for index, node in enumerate(self.network.nodes):
             if node is None:
                 low, high = self.domain.ranges()
-            elif isinstance(node, LinearSum):
-                low, high = self._intervals(node)
+                off = torch.zeros_like(low)
+            elif isinstance(node, Affine):
+                low, high, off = self._intervals(index, node)
             else:
                 self._bound(index, node)
                 if self.empty:
                     return
-                low, high = self._after(node)
+                low, high, off = self._after(index, node)
+            low, high = known(low - off, -math.inf), known(high + off, math.inf)
             if self.known is not None:
                 low = torch.maximum(low, self.known.low[index])
                 high = torch.minimum(high, self.known.high[index])
             self.low.append(low)
             self.high.append(high)
+            self.off.append(off)
 
     def most(self, node: int) -> Tensor:
         """The largest magnitude of every value of a node."""
@@ -121,51 +144,65 @@ class Checker:
 
     # ---- layers
 
-    def _intervals(self, node: LinearSum) -> tuple[Tensor, Tensor]:
-        """Bounds of an affine node from the ranges of its inputs."""
-        centre, radius, size = node.const, torch.zeros_like(node.const), node.summed
-        for part in node.maps:
-            low, high = self.low[part.source], self.high[part.source]
-            middle, half = (low + high) / 2, (high - low) / 2
-            centre = centre + part.run(middle.reshape(1, *part.shape)).flatten()
-            radius = radius + part.magnitude(half)
-            size = size + part.magnitude(middle.abs() + half)
-        radius = radius * (1 + 1e-12) + gamma(node.terms + 4 * len(node.maps)) * size
-        return centre - radius, centre + radius
+    def _range(self, node: int) -> tuple[Tensor, Tensor]:
+        """Middle and half width of every value of a node."""
+        low, high = self.low[node], self.high[node]
+        middle = (low + high) / 2
+        return middle, torch.maximum(high - middle, middle - low) * (1 + 4 * UNIT)
+
+    def _intervals(self, index: int, node: Affine) -> tuple[Tensor, Tensor, Tensor]:
+        """Bounds of an affine node from the ranges of its inputs, and the model's rounding."""
+        ranges = [self._range(k) for k in node.before]
+        centre = node.run([middle for middle, _ in ranges])
+        radius = node.run([half for _, half in ranges], absolute=True) - node.summed
+        size = node.run([middle.abs() + half for middle, half in ranges], absolute=True)
+        radius = radius.clamp(min=0) * (1 + 1e-12) + gamma(2 * node.terms) * size
+        self.sizes[index], kind = size, self.network.kind
+        read = sum(int((self.most(k) > 0).sum()) for k in node.before)  # 0 adds no rounding
+        rounding = 0.55 * kind.eps * min(node.terms, read + 4)  # 1.1 units each, if they are few
+        off = torch.where((size <= kind.max / 2) & (rounding < 0.05), rounding * size, math.inf)
+        return centre - radius, centre + radius, off
 
     def _bound(self, index: int, bend: Bend) -> None:
         """Tighten the input bounds of a bend, by rows where they may help."""
-        low, high = self.low[bend.before], self.high[bend.before]
         if index in self.signs:
-            sign = self.signs[index]
-            low = torch.where(sign > 0, low.clamp(min=0), low)
-            high = torch.where(sign < 0, high.clamp(max=0), high)
-            self.low[bend.before], self.high[bend.before] = low, high
+            before, sign = bend.before[0], self.signs[index]
+            self.low[before] = torch.where(
+                sign > 0, self.low[before].clamp(min=0), self.low[before]
+            )
+            self.high[before] = torch.where(
+                sign < 0, self.high[before].clamp(max=0), self.high[before]
+            )
         if self.known is not None and index in self.known.anchors:
             self.anchors[index] = self.known.anchors[index]
-        if (self.known is None or self.against is not None) and not bool((low > high).any()):
-            self._tighten(index, bend, low, high)
-        if bool((low > high).any()):
-            self.empty = True
-        elif bend.curve:
-            self.curves[index] = lines(bend.curve, low, high)
+        for before in bend.before:
+            low, high = self.low[before], self.high[before]
+            if (self.known is None or self.against is not None) and not bool((low > high).any()):
+                self._tighten(index, bend, before)
+            if bool((low > high).any()):
+                self.empty = True
+                return
+        if isinstance(bend, Curve):
+            low, high = self.low[bend.before[0]], self.high[bend.before[0]]
+            self.curves[index] = lines(bend.chain, low, high, self.network.kind)
 
-    def _tighten(self, index: int, bend: Bend, low: Tensor, high: Tensor) -> None:
+    def _tighten(self, index: int, bend: Bend, before: int) -> None:
+        low, high = self.low[before], self.high[before]
         gains: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in self._open(bend, low, high).split(self._chunk()):
             for sign in (1.0, -1.0):
-                if not bend.curve:  # the lower bound may have shown that it does not bend
+                if isinstance(bend, Kink):  # the lower bound may have shown that it is linear
                     part = part[(low[part] < 0) & (high[part] > 0)]
                 if part.numel() == 0:
                     break
                 rows = torch.zeros((part.shape[0], low.shape[0]), dtype=torch.float64)
                 rows[torch.arange(part.shape[0]), part] = sign
-                found, back = self._lowest(bend.before, rows)
+                found, back = self._lowest(before, rows)
                 if sign > 0:
                     low[part] = torch.maximum(low[part], found)
                     continue
                 high[part] = torch.minimum(high[part], -found)
-                if not bend.curve and isinstance(self.domain, Transport):
+                if isinstance(bend, Kink) and isinstance(self.domain, Transport):
                     gains.append((part, *self._gains(self.domain, back)))
         if not gains:
             return
@@ -176,19 +213,31 @@ class Checker:
             self.anchors[index] = ChargedUnits(unit[keep], centre[keep], gain[keep])
 
     def _open(self, bend: Bend, low: Tensor, high: Tensor) -> Tensor:
-        """The inputs whose bounds matter: those of unstable activations, and those of curves."""
-        if not bend.curve:
+        """The inputs whose bounds matter: of unstable kinks, and of what is not narrow."""
+        if isinstance(bend, Kink):
             return ((low < 0) & (high > 0)).nonzero()[:, 0]
-        return (low < high).nonzero()[:, 0]
+        return (~(high - low <= NARROW * (1 + high.abs()))).nonzero()[:, 0]
 
-    def _after(self, bend: Bend) -> tuple[Tensor, Tensor]:
-        """The range of the values of a bend."""
-        low, high = self.low[bend.before], self.high[bend.before]
-        if bend.curve:
-            return values_between(bend.curve, low, high)
-        first, last = (torch.where(end > 0, end, bend.leak * end) for end in (low, high))
-        room = 2 * UNIT * (first.abs() + last.abs()) if bend.leak else 0.0
-        return first - room, last + room
+    def _after(self, index: int, bend: Bend) -> tuple[Tensor, Tensor, Tensor]:
+        """The range of the values of a bend, and the model's rounding."""
+        low, high = self.low[bend.before[0]], self.high[bend.before[0]]
+        if isinstance(bend, Curve):  # lines account for it
+            line = self.curves[index]
+            return line.least, line.most, torch.zeros_like(low)
+        if isinstance(bend, Product):
+            first, second = bend.before
+            lows = bend.seen([self.low[first], self.low[second]])
+            highs = bend.seen([self.high[first], self.high[second]])
+            low, high = product((lows[0], highs[0]), (lows[1], highs[1]))
+            rounding = 1.0
+        else:
+            low, high = (torch.where(end > 0, end, bend.leak * end) for end in (low, high))
+            rounding = 4 * bend.leak
+        size = torch.maximum(low.abs(), high.abs())
+        low, high = low - 2 * UNIT * size, high + 2 * UNIT * size
+        kind = self.network.kind
+        off = torch.where(size <= kind.max / 2, rounding * (kind.eps * size + kind.tiny), math.inf)
+        return low, high, off
 
     def _chunk(self) -> int:
         widest = max(low.shape[0] for low in self.low)
@@ -242,7 +291,8 @@ class Checker:
 
     def _value(self, rows: ImageRows, prices: Tensor | None = None) -> Tensor:
         top = self.domain.highest(-rows.at_image, rows.charges, prices)
-        return rows.const - top - 4 * UNIT * (rows.const.abs() + top.abs())
+        value = rows.const - top - 4 * UNIT * (rows.const.abs() + top.abs())
+        return known(value, -math.inf)
 
     def _gains(self, domain: Transport, rows: ImageRows) -> tuple[Tensor, Tensor]:
         """For rows that bound ``-v``: the upper bound of ``v`` at the image, and the gains of every
@@ -258,7 +308,7 @@ class Checker:
         """Rows over a node as rows over the image, with the slopes of CROWN or those ``given``."""
         if time.monotonic() > self.network.deadline:
             raise Unfollowed("time_limit ended before the checker had a bound")
-        const = torch.zeros(rows.shape[0], dtype=torch.float64)
+        const, size = torch.zeros((2, rows.shape[0]), dtype=torch.float64)
         pending: dict[int, Tensor] = {node: rows}
         charges: Tensor | None = None
         given = given or {}
@@ -267,70 +317,55 @@ class Checker:
             if row is None:
                 continue
             at = self.network.nodes[index]
-            if isinstance(at, LinearSum):
-                const = self._through(at, row, const, pending)
-                continue
-            assert isinstance(at, Bend)
-            if at.curve:
-                row, const = self._curve(index, at, row, const)
-            else:
-                anchor = self._anchor(index, at) if anchored else None
-                row, const, charge = self._activation(index, at, row, const, anchor, given)
+            assert at is not None
+            if isinstance(at, Kink):
+                anchor = self._anchor(index, at.before[0]) if anchored else None
+                (more, entered, parts), charge = self._activation(index, at, row, anchor, given)
                 if charge is not None:
                     charges = charge if charges is None else (charges + charge) * (1 + 4 * UNIT)
-            if ("price", index) in given:
-                row, const = self._priced(at, row, const, given["price", index])
-            const = self._add(pending, at.before, row, const)
-        image = pending.get(0)
-        if image is None:
-            image = torch.zeros((rows.shape[0], len(self.low[0])), dtype=torch.float64)
-        return ImageRows(const, image, charges)
+            elif isinstance(at, Affine):
+                entered, parts = row.abs() @ self.sizes[index], at.transposed(row)
+                more = row @ at.const
+            elif isinstance(at, Curve):
+                more, entered, parts = self._curve(index, at, row)
+            else:
+                more, entered, parts = self._factors(at, row)
+            off = row.abs() @ self.off[index]
+            const, size = const + more - off, size + entered + off
+            for place, part in zip(at.before, parts, strict=True):
+                pending[place] = pending[place] + part if place in pending else part
+        terms = sum(max(counts) for counts in zip(*self._counts, strict=True))
+        image = pending.get(0, torch.zeros((rows.shape[0], len(self.low[0])), dtype=torch.float64))
+        return ImageRows(const - gamma(4 * (terms + len(self._counts))) * size, image, charges)
 
-    def _add(self, pending: dict[int, Tensor], node: int, row: Tensor, const: Tensor) -> Tensor:
-        if node not in pending:
-            pending[node] = row
-            return const
-        size = pending[node].abs() + row.abs()
-        pending[node] = pending[node] + row
-        return const - 2 * UNIT * (1 + 1e-9) * (size @ self.most(node))
-
-    def _through(
-        self, node: LinearSum, rows: Tensor, const: Tensor, pending: dict[int, Tensor]
-    ) -> Tensor:
-        """Propagate rows over an affine node to its inputs; rounding errors are subtracted."""
-        size = rows.abs()
-        error = gamma(rows.shape[1] + 8) * (size @ node.summed)
-        const = const + rows @ node.const
-        for part in node.maps:
-            if id(part) not in self.reach:
-                self.reach[id(part)] = part.magnitude(self.most(part.source))
-            error = error + gamma(node.terms + rows.shape[1]) * (size @ self.reach[id(part)])
-            const = self._add(pending, part.source, part.transposed(rows), const)
-        return const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
+    @property
+    def _counts(self) -> list[tuple[float, float]]:
+        """Values and terms of the nodes so far."""
+        nodes = zip(self.low, self.network.nodes, strict=False)
+        return [(len(low), node.terms if isinstance(node, Affine) else 0.0) for low, node in nodes]
 
     # ---- bends
 
-    def _anchor(self, index: int, bend: Bend) -> ChargedUnits | None:
+    def _anchor(self, index: int, before: int) -> ChargedUnits | None:
         """The anchor of the unstable units whose value at the image is between their bounds."""
         anchor = self.anchors.get(index)
         if anchor is None:
             return None
-        low, high = self.low[bend.before][anchor.unit], self.high[bend.before][anchor.unit]
+        low, high = self.low[before][anchor.unit], self.high[before][anchor.unit]
         keep = (low < 0) & (high > 0) & (low < anchor.centre) & (anchor.centre < high)
         return ChargedUnits(anchor.unit[keep], anchor.centre[keep], anchor.gain[keep])
 
     def _activation(
         self,
         index: int,
-        bend: Bend,
+        bend: Kink,
         row: Tensor,
-        const: Tensor,
         anchor: ChargedUnits | None,
         given: Parameters,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Step, Tensor | None]:
         """Relax an activation: lines below with the given slopes; above, the chord and a share of
-        the anchored bound."""
-        low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
+        the anchored bound. The price of a limit of what it reads is added."""
+        low, high, leak = self.low[bend.before[0]], self.high[bend.before[0]], bend.leak
         crossing = (low < 0) & (high > 0)
         one = torch.ones_like(low)  # plain numbers would be rounded to float32
         stable = torch.where(low >= 0, one, leak)
@@ -354,39 +389,35 @@ class Checker:
             charge = charge * (1 + gamma(anchor.gain.shape[0] + 4))
         if ("slope", index) in given:
             under = torch.where(crossing, given["slope", index].clamp(leak, 1.0), stable)
-        positive, negative = row.clamp(min=0), row.clamp(max=0)
-        out = positive * under + negative * over
-        const = const + negative @ shift
-        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs())
-        error = error + 8 * UNIT * (out.abs() @ self.most(bend.before))
-        return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs(), charge
+        negative, most = row.clamp(max=0), self.most(bend.before[0])
+        price = given.get(("price", index), torch.zeros_like(low))
+        limit = torch.where(price > 0, low, torch.where(price < 0, high, 0.0))
+        out = row.clamp(min=0) * under + negative * over - price
+        size = negative.abs() @ shift.abs() + row.abs() @ most + price.abs() @ most
+        return (negative @ shift + price @ limit, size, [out]), charge
 
-    def _priced(
-        self, bend: Bend, row: Tensor, const: Tensor, price: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Add the prices of the input limits of a bend."""
-        low, high = self.low[bend.before], self.high[bend.before]
-        out, paid = row - price, price * torch.where(price > 0, low, high)
-        paid = torch.where(price == 0, 0.0, paid)
-        room = 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before))
-        room = room + gamma(row.shape[1]) * paid.abs().sum()
-        return out, const + paid.sum() - room - 4 * UNIT * const.abs()
+    def _factors(self, node: Product, row: Tensor) -> Step:
+        """With ``|x - c| <= r`` and ``|y - d| <= s``, ``|x y - (d x + c y - c d)| <= r s``."""
+        (c, r), (d, s) = map(self._range, node.before)
+        (c, d), (r, s) = node.seen([c, d]), node.seen([r, s])
+        size = 4 * row.abs() @ ((c.abs() + r) * (d.abs() + s))
+        pairs = zip(node.views, (row * d, row * c), strict=True)
+        parts = [view.transposed(part)[0] for view, part in pairs]
+        return -(row @ (c * d)) - row.abs() @ (r * s), size, parts
 
-    def _curve(self, index: int, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
-        line = self.curves[index]
-        positive, negative = row.clamp(min=0), row.clamp(max=0)
+    def _curve(self, index: int, node: Curve, row: Tensor) -> Step:
+        line, positive, negative = self.curves[index], row.clamp(min=0), row.clamp(max=0)
         out = positive * line.under + negative * line.over
-        const = const + positive @ line.under_shift + negative @ line.over_shift
         size = positive @ line.under_shift.abs() - negative @ line.over_shift.abs()
-        error = gamma(row.shape[1]) * size + 4 * UNIT * (out.abs() @ self.most(bend.before))
-        return out, const - error * (1 + 1e-9) - 8 * UNIT * const.abs()
+        size = size + 2 * out.abs() @ self.most(node.before[0])
+        return positive @ line.under_shift + negative @ line.over_shift, size, [out]
 
     # ---- the answer
 
     def margins(self, label: int) -> Tensor:
         """Lower bounds of ``logit[label]`` less each other logit, with the slopes of CROWN and with
         those of the dual."""
-        others = [k for k in range(self.network.classes) if k != label]
+        others = [k for k in range(len(self.low[-1])) if k != label]
         rows = torch.cat([self._difference(label, k) for k in others]).split(self._chunk())
         node = len(self.network.nodes) - 1
         ways = [
@@ -395,20 +426,17 @@ class Checker:
         ]
         return torch.maximum(*ways)
 
-    def margin(self, label: int, other: int, slack: float, given: Parameters) -> Margin:
-        """The best bound of one margin minus ``slack``, with the given parameters or the default
-        ones."""
+    def margin(self, label: int, other: int, given: Parameters) -> Margin:
+        """The best bound of one margin, with the given parameters or the default ones."""
         node, rows = len(self.network.nodes) - 1, self._difference(label, other)
         prices = given.get(("box", 0)) if isinstance(self.domain, Transport) else None
         ways = [(self._back(node, rows, bool(self.anchors), given), prices)]
         ways += [(self._back(node, rows, anchored), None) for anchored in (False, True)]
-        for row, _ in ways:
-            row.const = (row.const - slack) - 2 * UNIT * (row.const.abs() + slack)
         found = [Margin(float(self._value(row, paid)), row, paid) for row, paid in ways]
         return max(found, key=lambda margin: margin.value)
 
     def _difference(self, label: int, other: int) -> Tensor:
-        row = torch.zeros((1, self.network.classes), dtype=torch.float64)
+        row = torch.zeros((1, len(self.low[-1])), dtype=torch.float64)
         row[0, label], row[0, other] = 1.0, -1.0
         return row
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, charge, chosen, gain_bytes
 from wball.certificates.complete.nodes import Nodes, State
-from wball.certificates.graph import Activation, Curved, Graph, back
+from wball.certificates.graph import Activation, Graph, back
 from wball.certificates.relaxation import (
     Bounds,
     Relaxation,
     anchored_line,
-    relax_curve,
+    relaxed,
     upper_line,
 )
 from wball.input_sets import InputSet
@@ -96,7 +96,7 @@ class Problems:
 
     def split_layers(self) -> list[int]:
         """Positions of the operations whose units can be split."""
-        return [k for k in self.graph.relaxed() if isinstance(self.graph.ops[k], Activation)]
+        return list(self.graph.names())
 
     def start(self) -> Nodes:
         """One node without splits for every problem, with slopes that are exact at the image."""
@@ -162,18 +162,16 @@ def trace_back(
     lines: dict[int, Line] = {}
     sizes: list[Tensor] = []
 
-    def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+    def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
         op = graph.ops[position]
+        if not isinstance(op, Activation):
+            constant, parts, size = relaxed(op, position, rows, problems.bounds)
+            sizes.append(size)
+            return constant, parts
         low, up = (
             problems.bounds.lower[position].to(dtype),
             problems.bounds.upper[position].to(dtype),
         )
-        if isinstance(op, Curved):
-            ends = problems.bounds.lower[position], problems.bounds.upper[position]
-            constant, rows, size = relax_curve(op, rows, *ends)
-            sizes.append(size)
-            return constant, rows
-        assert isinstance(op, Activation)
         rows = rows.dense(op.shape)
         sign = state["sign", position].to(dtype)
         low, up = low[problem], up[problem]
@@ -209,15 +207,17 @@ def trace_back(
         )
         constant = dot(above, shift)
         sizes.append(constant.detach().abs())
-        return constant, rows.like(
-            below * under + above * slope - sign * state["beta", position].to(dtype)
-        )
+        return constant, [
+            rows.like(below * under + above * slope - sign * state["beta", position].to(dtype))
+        ]
 
     target = len(graph.ops) - 1
     spec = torch.zeros((len(nodes), graph.ops[target].shape[0]), dtype=dtype, device=problem.device)
     spec.scatter_(1, problems.other[problem][:, None], -1.0)
     spec.scatter_(1, problems.y[problem][:, None], 1.0)
-    constant, rows = back(graph, target, Rows(spec, problem), relax)
+    # In float32 only to search: what the model's values may be off by counts in float64.
+    errors = problems.bounds.errors if dtype == torch.float64 else None
+    constant, rows = back(graph, target, Rows(spec, problem), relax, errors)
     rows = rows.dense(tuple(problems.x.shape[1:]))
     if leaves:
         rows = rows.like(rows.coeff.detach().requires_grad_(True))
@@ -235,9 +235,7 @@ def trace_back(
         + largest.detach().abs()
         + rows.coeff.detach().abs().flatten(1).sum(1)
     )
-    rounding = graph.rounding * torch.stack([size, *sizes]).sum(0)
-    slack = graph.slack_of(problems.y[problem], problems.other[problem])
-    rounding = (rounding + slack).to(dtype)
+    rounding = (graph.allowance * torch.stack([size, *sizes]).sum(0)).to(dtype)
     weights = {k: w.coeff for k, (_, w) in charged.items()}
     value = constant - largest - rounding
     return Traced(value, rows, charges, largest, constant - rounding, weights, lines)

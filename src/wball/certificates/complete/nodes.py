@@ -77,9 +77,8 @@ class Leaf:
 
     Attributes:
         other: the class.
-        splits: ``(activation, unit, sign)``: the activation by its place among the network's
-            activations and pooling layers, the unit by its flat position in it, the sign of what it
-            reads.
+        splits: ``(activation, unit, sign)``: the activation by the name of its node in the program,
+            the unit by its flat position in it, the sign of what it reads.
         prices: of the splits, in their order.
         slopes: lower slopes of every unit, by activation.
         shares: shares of the anchored upper bound, likewise.
@@ -87,10 +86,10 @@ class Leaf:
     """
 
     other: int
-    splits: tuple[tuple[int, int, int], ...]
+    splits: tuple[tuple[str, int, int], ...]
     prices: tuple[float, ...]
-    slopes: dict[int, Tensor]
-    shares: dict[int, Tensor]
+    slopes: dict[str, Tensor]
+    shares: dict[str, Tensor]
     box: Tensor | None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,20 +101,20 @@ class Leaf:
     @staticmethod
     def read(plain: list[Any], tensors: dict[str, Tensor]) -> Leaf:
         """Build the leaf from these tensors and a list of class, splits and prices."""
-        held: dict[str, dict[int, Tensor]] = {"slopes": {}, "shares": {}, "box": {}}
+        held: dict[str, dict[str, Tensor]] = {"slopes": {}, "shares": {}, "box": {}}
         for name, value in tensors.items():
-            kind, _, number = name.partition(".")
-            held[kind][int(number)] = value
+            kind, _, activation = name.partition(".")
+            held[kind][activation] = value
         other, splits, prices = plain
         slopes, shares, box = held.values()
-        return Leaf(other, tuple(map(tuple, splits)), tuple(prices), slopes, shares, box.get(0))
+        return Leaf(other, tuple(map(tuple, splits)), tuple(prices), slopes, shares, box.get("0"))
 
 
 @dataclass
 class Closed:
     """The nodes closed so far, by problem of the search."""
 
-    layers: list[int]  # the graph's relaxed operations
+    names: dict[int, str]  # of the graph's activations
     parts: list[Nodes] = field(default_factory=list)
     count: Counter[int] = field(default_factory=Counter)
 
@@ -155,28 +154,27 @@ class Closed:
         found: list[Leaf] = []
         for nodes in self.parts:
             found += [
-                leaf_of(nodes, n, other, self.layers)
+                leaf_of(nodes, n, other, self.names)
                 for n in (nodes.problem == problem).nonzero()[:, 0].tolist()
             ]
         return tuple(found)
 
 
-def leaf_of(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
-    """One node as a leaf; ``layers`` are the graph's relaxed operations."""
-    splits: list[tuple[int, int, int]] = []
+def leaf_of(nodes: Nodes, n: int, other: int, names: dict[int, str]) -> Leaf:
+    """One node as a leaf; ``names`` are those of the graph's activations."""
+    splits: list[tuple[str, int, int]] = []
     prices: list[float] = []
-    slopes: dict[int, Tensor] = {}
-    shares: dict[int, Tensor] = {}
-    for number, position in enumerate(layers):
-        if ("sign", position) not in nodes.state:
-            continue
-        sign, beta = (nodes.state[kind, position][n].flatten() for kind in ("sign", "beta"))
+    slopes: dict[str, Tensor] = {}
+    shares: dict[str, Tensor] = {}
+    for position, name in names.items():
+        sign, beta, alpha, share = (
+            nodes.state[kind, position][n].flatten() for kind in ("sign", "beta", "alpha", "share")
+        )
         unit = sign.nonzero()[:, 0]
         splits += [
-            (number, u, s) for u, s in zip(unit.tolist(), sign[unit].int().tolist(), strict=True)
+            (name, u, s) for u, s in zip(unit.tolist(), sign[unit].int().tolist(), strict=True)
         ]
         prices += beta[unit].tolist()
-        slopes[number] = nodes.state["alpha", position][n].flatten().clone().cpu()
-        shares[number] = nodes.state["share", position][n].flatten().clone().cpu()
+        slopes[name], shares[name] = alpha.clone().cpu(), share.clone().cpu()
     box = nodes.state["box", 0][n].flatten().clone().cpu() if ("box", 0) in nodes.state else None
     return Leaf(other, tuple(splits), tuple(prices), slopes, shares, box)

@@ -247,7 +247,7 @@ class Search:
             1
         )  # over classes that are proved
         self.image, self.other, self.value = left[image], other, margins[image, other]
-        self.closed = Closed(self.graph.relaxed())
+        self.closed = Closed(self.graph.names())
         self.worst = torch.full_like(
             self.value, math.inf
         )  # margin of the worst point tried as an example, by problem
