@@ -78,13 +78,13 @@ def stage(ptr, place, values, real):
 
 
 @triton.jit
-def _outside(net, x, box, real):
+def outside(net, x, box, real):
     """The columns above the box, and those below it, where pixels gain ``net``."""
     return ((x - box.hi) + net > box.slack) & real, ((box.lo - x) - net > box.slack) & real
 
 
 @triton.jit
-def _tighten(x, flow, factors, outside, box, final, more):
+def tighten(x, flow, factors, outside, box, final, more):
     """Factors ``(keep, give)`` after one repair sweep of a plan without them that sends and
     receives ``flow``. In the final sweep no pixel counts on the mass that it sends or receives, and
     every column is treated, and every row for lo > 0.
@@ -112,7 +112,7 @@ def _tighten(x, flow, factors, outside, box, final, more):
 
 
 @triton.jit
-def _way_back(before, after, slack, real):
+def way_back(before, after, slack, real):
     """The fraction of the way from ``before`` to ``after`` at which a column above its bound
     reaches it. Both are relative to the bound."""
     below = tl.maximum(-after, 0.0)
@@ -133,13 +133,13 @@ def repair(plan, box, ptr, at, window, LAYOUT: tl.constexpr, GIVES: tl.constexpr
     sent = raw_sent
     arrived = raw_received
     net = arrived - sent
-    above, below = _outside(net, x, box, real)
+    above, below = outside(net, x, box, real)
     broken = tl.max((above | below).to(tl.int32), 0)
     sweep = 0
     while (sweep <= _SWEEPS) & (broken > 0):
         final = sweep == _SWEEPS
         more = tl.where(final | (sweep < _PLAIN), 0.0, 1.0)
-        tighter_keep, tighter_give = _tighten(
+        tighter_keep, tighter_give = tighten(
             x, (raw_sent, raw_received), (keep, give), (above, below), box, final, more
         )
         stage(ptr, place, s * tighter_keep, real)
@@ -150,7 +150,7 @@ def repair(plan, box, ptr, at, window, LAYOUT: tl.constexpr, GIVES: tl.constexpr
         next_sent = tighter_give * raw_sent
         next_arrived = tighter_keep * raw_received
         mix = tl.max(
-            _way_back(
+            way_back(
                 (x - box.hi) + net, (x - box.hi) + (next_arrived - next_sent), box.slack, real
             ),
             0,
@@ -161,7 +161,7 @@ def repair(plan, box, ptr, at, window, LAYOUT: tl.constexpr, GIVES: tl.constexpr
         keep += mix * (tighter_keep - keep)
         give += mix * (tighter_give - give)
         net = arrived - sent
-        above, below = _outside(net, x, box, real)
+        above, below = outside(net, x, box, real)
         broken = tl.max((above | below).to(tl.int32), 0)
         sweep += 1
     return keep, give, sent, arrived
