@@ -23,7 +23,7 @@ program holds more than :data:`MAX_ON_CHIP` values: its registers are full, and 
 of values a thread takes minutes to compile.
 """
 
-# mypy: ignore-errors
+
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Arithmetic is float32; images whose potentials are too wide for it are solved by
 in float64. Sums over an image that are returned are float64.
 """
 
-# mypy: ignore-errors
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -29,11 +29,12 @@ from wball.kernels.entropic_plan import (
     PACING,
     EntropicPlan,
     PlanRequest,
+    triton_tiles,
 )
+from wball.kernels.entropic_plan.triton_tiles import ahead
 from wball.kernels.triton_flows import FlowBox, RowPlan, flows, pair_costs, repair, stage
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
-    MAX_VALUES,
     RANGE,
     Layout,
     PriceSearch,
@@ -46,12 +47,13 @@ from wball.kernels.triton_stencil import (
     stage_halos,
     stencil,
     sum_two,
-    too_large,
     warps,
 )
-from wball.kernels.triton_stencil import why_not as _why_not
+from wball.kernels.triton_stencil import why_not_here as _why_not
 from wball.plan import SPREAD
 
+WHOLE = 1024
+"""Programs of up to this many values hold a whole image; others share it."""
 _COLD_PRICE, _COST_TOL, _RANGE, _SPREAD, _KAPPA, _PACE, _PACING = map(
     tl.constexpr, (COLD_PRICE, COST_TOL, RANGE, SPREAD, KAPPA, PACE, PACING)
 )
@@ -60,13 +62,15 @@ _DOUBT = tl.constexpr(DOUBT * torch.finfo(torch.float32).eps)
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``."""
-    return _why_not(x, moves) or too_large(x, MAX_VALUES)
+    return _why_not(x, moves)
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     x, box, batch, device = request.x, request.box, request.x.shape[0], request.x.device
     table = stencil(request.moves, x)
+    if x.dtype == torch.float64 or table.layout.block > WHOLE:
+        return triton_tiles.entropic_plan(request)
     images = torch.empty((5, *x.shape), dtype=torch.float32, device=device)
     numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
     price = torch.empty(batch, dtype=torch.float32, device=device)
@@ -199,10 +203,10 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
                 still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
                 if CASE.momentum:
-                    ahead = _ahead(q, shift, before, given.momentum)
-                    ahead = tl.where(sweep < sweeps, ahead, shift)
+                    beyond = ahead(q, shift, before, given.momentum)
+                    beyond = tl.where(sweep < sweeps, beyond, shift)
                     before = shift
-                    q = ahead
+                    q = beyond
                 else:
                     q = shift
                 if still:
@@ -259,12 +263,3 @@ def _balance(change, channel, C: tl.constexpr):
         down = (least / tl.maximum(lost, 1e-300)).to(change.dtype)
         factor = tl.where(channel == c, tl.where(change > 0.0, up, down), factor)
     return factor
-
-
-@triton.jit
-def _ahead(q, new, before, momentum):
-    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q``
-    turned back."""
-    ahead = new + momentum * (new - before)
-    ahead = tl.where(new < 0.0, tl.minimum(ahead, 0.0), tl.minimum(tl.maximum(ahead, 0.0), 50.0))
-    return tl.where((new != 0.0) & ((new - q) * (new - before) >= 0.0), ahead, new)

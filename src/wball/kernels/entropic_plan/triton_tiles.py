@@ -9,7 +9,7 @@ launch has a multiprocessor of its own, so that all of a team run at once; a tea
 an image takes another.
 """
 
-# mypy: ignore-errors
+
 from __future__ import annotations
 
 from functools import lru_cache
@@ -425,21 +425,26 @@ def _tiles_kernel(
             sweep += 1
 
         # The plan's cost is that of the factors as they are stored.
-        for first in tl.range(begin, N, stride):
-            at = _tile(first, one, LAYOUT)
-            s, t = read(s_ptr + at.place, at.real), read(t_ptr + at.place, at.real)
-            keep = read(keep_ptr + at.index, at.real).to(tl.float64)
-            give = read(give_ptr + at.index, at.real).to(tl.float64)
-            tl.store(kept_ptr + at.place, s * keep, mask=at.real)
-            tl.store(given_ptr + at.place, t * give, mask=at.real)
-        _, _, meeting = _meet(team, meeting, 0.0, 0.0, True, SHARED)
+        if repaired:
+            for first in tl.range(begin, N, stride):
+                at = _tile(first, one, LAYOUT)
+                s, t = read(s_ptr + at.place, at.real), read(t_ptr + at.place, at.real)
+                keep = read(keep_ptr + at.index, at.real).to(tl.float64)
+                give = read(give_ptr + at.index, at.real).to(tl.float64)
+                tl.store(kept_ptr + at.place, s * keep, mask=at.real)
+                tl.store(given_ptr + at.place, t * give, mask=at.real)
+            _, _, meeting = _meet(team, meeting, 0.0, 0.0, True, SHARED)
+        ends_ptr = tl.where(repaired, kept_ptr, s_ptr)
+        starts_ptr = tl.where(repaired, given_ptr, t_ptr)
         gross = tl.zeros([BLOCK], tl.float64)
         left = tl.zeros([BLOCK], tl.float64)
         sizes = tl.zeros([BLOCK], tl.float64)
         for first in tl.range(begin, N, stride):
             at = _tile(first, one, LAYOUT)
-            terms = read(kept_ptr + at.place, at.real), read(given_ptr + at.place, at.real), psi
-            cost, net = pair_costs(kept_ptr, given_ptr, at.place, terms, table, CASE.pairs, LAYOUT.rough)
+            terms = read(ends_ptr + at.place, at.real), read(starts_ptr + at.place, at.real), psi
+            cost, net = pair_costs(
+                ends_ptr, starts_ptr, at.place, terms, table, CASE.pairs, LAYOUT.rough
+            )
             gross += cost
             left += net
             sizes = tl.maximum(sizes, tl.abs(read(chosen_ptr + at.index, at.real)).to(tl.float64))
