@@ -23,7 +23,7 @@ program holds more than :data:`MAX_ON_CHIP` values: its registers are full, and 
 of values a thread takes minutes to compile.
 """
 
-
+# mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
@@ -131,12 +131,14 @@ class Stencil:
             are then cache lines.
         pairs: number of pairs of opposite moves.
         tables: the moves in float32 and in float64.
+        in_code: offsets for the code of programs that hold a part of an image.
     """
 
     layout: Layout
     guard: int
     pairs: int
     tables: tuple[Table, Table]
+    in_code: tuple[int, ...]
 
     def stage(
         self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -198,9 +200,11 @@ def warps(block: int, values: int = 64) -> int:
     return 32 if block > MAX_ON_CHIP else min(16, max(4, block // values))
 
 
-def stencil(moves: StencilMoves, x: Tensor) -> Stencil:
+def stencil(moves: Moves, x: Tensor) -> Stencil:
     """The tables for images like ``x`` (built once per shape and device)."""
-    return _stencil(moves, tuple(int(n) for n in x.shape[1:]), x.device)
+    assert isinstance(moves, StencilMoves)
+    channels, height, width = x.shape[1:]
+    return _stencil(moves, (channels, height, width), x.device)
 
 
 @lru_cache(maxsize=64)
@@ -211,10 +215,10 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
     plane, halo, block = (height + rows) * pitch, rows * pitch + columns, block_of(values)
     ends = (0, *(ring[-1] + 1 for ring in moves.rings_apart))
     offsets = tuple(r * pitch + c for r, c in moves.offsets)
-    in_code = len(ends) - 1 <= MAX_RINGS and block <= MAX_ON_CHIP
+    in_code = offsets if len(ends) - 1 <= MAX_RINGS else ()
     layout = Layout(
         channels, height, width, values, pitch, plane, channels * plane, halo, block,
-        ends, offsets if in_code else (),
+        ends, in_code if block <= MAX_ON_CHIP else (),
     )  # fmt: skip
     pairs = []
     for k, back in enumerate(moves.reverse):
@@ -235,7 +239,7 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
         for dtype in (torch.float32, torch.float64)
     )
     guard = halo + (columns // 2 - halo) % LINE
-    return Stencil(layout, guard, len(pairs) if len(ends) > 2 else 0, (single, double))
+    return Stencil(layout, guard, len(pairs) if len(ends) > 2 else 0, (single, double), in_code)
 
 
 def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
@@ -326,7 +330,7 @@ def ring_fees(fee_ptr, LAYOUT: tl.constexpr):
     """The cost of each ring, as a tuple of scalars."""
     fees = (0.0,)
     for d in tl.static_range(1, len(LAYOUT.ends) - 1):
-        fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)
+        fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)  # type: ignore[assignment]
     return fees
 
 
@@ -339,7 +343,7 @@ def ring_sums(ptr, place, own, LAYOUT: tl.constexpr):
         total = tl.zeros_like(own)
         for k in tl.static_range(tl.constexpr(LAYOUT.ends[d]), tl.constexpr(LAYOUT.ends[d + 1])):
             total += tl.load(ptr + place + LAYOUT.offsets[k])
-        rings = rings + (total,)
+        rings = rings + (total,)  # type: ignore[assignment]
     return rings
 
 

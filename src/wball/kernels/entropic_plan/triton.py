@@ -9,7 +9,7 @@ Arithmetic is float32; images whose potentials are too wide for it are solved by
 in float64. Sums over an image that are returned are float64.
 """
 
-
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from wball.cost import Moves
 from wball.kernels.entropic_plan import (
     COLD_PRICE,
     COST_TOL,
-    DOUBT,
     KAPPA,
     PACE,
     PACING,
@@ -31,9 +30,9 @@ from wball.kernels.entropic_plan import (
     PlanRequest,
     triton_tiles,
 )
-from wball.kernels.entropic_plan.triton_tiles import ahead
+from wball.kernels.entropic_plan.triton_tiles import ahead, opened
 from wball.kernels.triton_flows import FlowBox, RowPlan, flows, pair_costs, repair, stage
-from wball.kernels.triton_launch import aligned, kernel
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     RANGE,
     Layout,
@@ -57,7 +56,6 @@ WHOLE = 1024
 _COLD_PRICE, _COST_TOL, _RANGE, _SPREAD, _KAPPA, _PACE, _PACING = map(
     tl.constexpr, (COLD_PRICE, COST_TOL, RANGE, SPREAD, KAPPA, PACE, PACING)
 )
-_DOUBT = tl.constexpr(DOUBT * torch.finfo(torch.float32).eps)
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -67,65 +65,24 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, box, batch, device = request.x, request.box, request.x.shape[0], request.x.device
+    x, box, batch, device = request.x, request.box, len(request.x), request.x.device
     table = stencil(request.moves, x)
     if x.dtype == torch.float64 or table.layout.block > WHOLE:
         return triton_tiles.entropic_plan(request)
-    images = torch.empty((5, *x.shape), dtype=torch.float32, device=device)
-    numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
-    price = torch.empty(batch, dtype=torch.float32, device=device)
-    warm, paced = request.psi is not None or request.q is not None, request.kappa is not None
-    psi, q = request.start() if warm else (price, images[1])  # programs that start cold ignore them
-    lo, hi = box or (0.0, float("inf"))
-    slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
-    wide = torch.empty(batch, dtype=torch.int32, device=device)
-    given = PlanGiven(
-        *map(aligned, (x, request.b, request.budget.double())),
-        aligned(request.kappa) if paced else numbers, aligned(psi), aligned(q), paced, warm,
-        FlowBox(lo, hi, slack), request.moves.dearest, float(request.momentum),
-    )  # fmt: skip
+    given, out = opened(request)
     for exact in (False, True) if batch else ():  # the second solves what the first marks in `wide`
         staged = table.stage(2, batch, device, torch.float64 if exact else torch.float32)
         _plan_kernel[(batch,)](
-            given, PlanWritten(images, numbers, price, wide), staged, table.tables[exact],
+            given, out, staged, table.tables[exact],
             1, request.sweeps if box is not None else 0, request.newton,
             CASE=PlanCase(
-                table.layout._replace(rough=exact), table.pairs, box is not None, lo > 0,
-                request.momentum > 0, exact,
+                table.layout._replace(rough=exact), table.pairs, box is not None,
+                box is not None and box[0] > 0, request.momentum > 0, exact,
             ),
             num_warps=warps(table.layout.block), num_stages=1,
         )  # fmt: skip
         del staged  # before the second launch has its own
-    z, *described = images.unbind()
-    return EntropicPlan(z, *numbers.unbind(), price, *described)
-
-
-class PlanGiven(NamedTuple):
-    """A request: images, and numbers per image. ``kappa`` counts if ``paced``, ``psi`` and ``q`` if
-    ``warm``."""
-
-    x: Tensor
-    b: Tensor
-    budget: Tensor
-    kappa: Tensor
-    psi: Tensor
-    q: Tensor
-    paced: bool
-    warm: bool
-    box: FlowBox
-    dearest: float
-    momentum: float
-
-
-class PlanWritten(NamedTuple):
-    """The answer: five images (point, ``q``, ``keep``, ``give``, chosen potentials), four numbers
-    per image (two costs, scale, ``kappa``), the price, and which images are too wide for
-    float32."""
-
-    images: Tensor
-    numbers: Tensor
-    psi: Tensor
-    wide: Tensor
+    return out.plan()
 
 
 class PlanCase(NamedTuple):
@@ -212,7 +169,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
                 if still:
                     sweep = sweeps + 1
     if not EXACT:
-        tl.store(out.wide + image, wide.to(tl.int32))
+        tl.store(out.wide + image, wide.to(tl.int32))  # type: ignore[attr-defined]
     plan, box = (
         RowPlan(x, s, t, psi, sent, received),
         FlowBox(lo, hi, tl.where(wide, float("inf"), slack)),
@@ -227,7 +184,7 @@ def _plan_kernel(given, out, staged, table, one, sweeps, newton, CASE: tl.conste
 
     chosen = b + q
     size = tl.max(tl.where(real, tl.abs(chosen), 0.0), 0) + psi * given.dearest
-    room = tl.maximum(budget, 0.0) * (1.0 - tl.minimum(size.to(tl.float64) * _DOUBT, 0.5))
+    room = tl.maximum(budget, 0.0) * (1.0 - tl.minimum(size.to(tl.float64) * given.doubt, 0.5))
     change = tl.where(real, tl.minimum(tl.maximum(x + (arrived - sent), lo), hi) - x, 0.0)
     finite = (net < float("inf")) & (tl.sum(change, 0) == tl.sum(change, 0))
     affords = tl.where(finite, room / tl.maximum(net, 1e-300), 0.0)

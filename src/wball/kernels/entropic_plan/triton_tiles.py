@@ -1,15 +1,17 @@
-r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) of images of any size in Triton: a team of
-programs works on an image, tile by tile, in float64 and in one launch.
+r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton for images of any size: a team
+of programs shares an image, tile by tile, in one launch.
 
-What a plan is made of lives in memory: staged buffers of its row and column terms
-(:mod:`wball.kernels.triton_stencil`), what each pixel sends and receives, and the images of the
-answer. A pass over the tiles reads some of it and writes some. Programs of a team *meet* after each
-pass: each waits until all have arrived, and all learn the sums over the image. Each program of a
-launch has a multiprocessor of its own, so that all of a team run at once; a team that has finished
-an image takes another.
+The plan is kept in memory: its row and column terms (staged, see
+:mod:`wball.kernels.triton_stencil`), what each pixel sends and receives, and the images of the
+answer. Each pass over the tiles reads and writes some of these. After a pass the programs of a team
+*meet*: each waits for the others, and all learn the sums over the image. There are no more programs
+than multiprocessors, so that all programs of a team run at the same time; a team that has finished
+an image continues with another one.
+
+Arithmetic is float64: it serves any potentials, and the passes wait for loads.
 """
 
-
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from functools import lru_cache
@@ -34,7 +36,6 @@ from wball.kernels.plan_rows import PLAIN_SWEEPS, REPAIR_SWEEPS
 from wball.kernels.triton_flows import FlowBox, flows, outside, pair_costs, tighten, way_back
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import (
-    MAX_RINGS,
     Layout,
     Pixels,
     StagedWindow,
@@ -63,47 +64,91 @@ _LANES = tl.constexpr(256)  # programs of a team at most
 _PLANES = tl.constexpr(6)
 
 
+class PlanGiven(NamedTuple):
+    """A request: images, and numbers per image. ``kappa`` counts if ``paced``, ``psi`` and ``q`` if
+    ``warm``."""
+
+    x: Tensor
+    b: Tensor
+    budget: Tensor
+    kappa: Tensor
+    psi: Tensor
+    q: Tensor
+    paced: bool
+    warm: bool
+    box: FlowBox
+    dearest: float
+    momentum: float
+    doubt: float
+
+
+class PlanWritten(NamedTuple):
+    """The answer: five images (point, ``q``, ``keep``, ``give``, chosen potentials), four numbers
+    per image (two costs, scale, ``kappa``), the price, and which images are too wide for
+    float32."""
+
+    images: Tensor
+    numbers: Tensor
+    psi: Tensor
+    wide: Tensor
+
+    def plan(self) -> EntropicPlan:
+        (z, q, keep, give, chosen), numbers = self.images.unbind(), self.numbers.unbind()
+        cost, net_cost, scale, kappa = numbers
+        return EntropicPlan(z, cost, net_cost, scale, kappa, self.psi, q, keep, give, chosen)
+
+
+def opened(request: PlanRequest) -> tuple[PlanGiven, PlanWritten]:
+    """A request for programs, and memory for their answer."""
+    x, batch, device, eps = (
+        request.x,
+        len(request.x),
+        request.x.device,
+        torch.finfo(request.x.dtype).eps,
+    )
+    out = PlanWritten(
+        torch.empty((5, *x.shape), dtype=x.dtype, device=device),
+        torch.empty((4, batch), dtype=torch.float64, device=device),
+        torch.empty(batch, dtype=x.dtype, device=device),
+        torch.empty(batch, dtype=torch.int32, device=device),
+    )
+    warm = request.psi is not None or request.q is not None
+    # Programs that start cold ignore what is given instead.
+    psi, q = request.start() if warm else (out.psi, out.images[1])
+    kappa = out.numbers if request.kappa is None else aligned(request.kappa)
+    lo, hi = request.box or (0.0, float("inf"))
+    slack = 4 * eps * (max(1.0, hi) if request.box is not None else 1.0)
+    return PlanGiven(
+        aligned(x), aligned(request.b.to(x.dtype)), aligned(request.budget.double()), kappa,
+        aligned(psi), aligned(q), request.kappa is not None, warm, FlowBox(lo, hi, slack),
+        request.moves.dearest, float(request.momentum), DOUBT * eps,
+    ), out  # fmt: skip
+
+
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, box, batch, device = request.x, request.box, request.x.shape[0], request.x.device
-    table, moves = stencil(request.moves, x), request.moves
+    x, box, batch, device = request.x, request.box, len(request.x), request.x.device
+    table = stencil(request.moves, x)
     block, rough = min(BLOCK, table.layout.block), x.dtype == torch.float32
-    layout = table.layout._replace(block=block, rough=rough)
-    if len(layout.ends) - 1 <= MAX_RINGS:
-        layout = layout._replace(offsets=tuple(r * layout.pitch + c for r, c in moves.offsets))
-    tiles = -(-layout.numel // layout.block)
+    layout = table.layout._replace(block=block, offsets=table.in_code, rough=rough)
+    tiles = -(-layout.numel // block)
     team, teams = shared_out(batch, tiles, processors(device))
-    images = torch.empty((5, *x.shape), dtype=x.dtype, device=device)
-    numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
-    price = torch.empty(batch, dtype=x.dtype, device=device)
-    warm, paced = request.psi is not None or request.q is not None, request.kappa is not None
-    psi, q = request.start() if warm else (price, images[1])  # programs that start cold ignore them
-    slack = 4 * torch.finfo(x.dtype).eps * (max(1.0, box[1]) if box is not None else 1.0)
-    given = TilesGiven(
-        *map(aligned, (x, request.b.to(x.dtype), request.budget.double())),
-        aligned(request.kappa) if paced else numbers, aligned(psi), aligned(q), paced, warm,
-        FlowBox(*(box or (0.0, float("inf"))), slack), moves.dearest, float(request.momentum),
-        DOUBT * torch.finfo(x.dtype).eps,
+    s, t, kept, returned = table.stage(4, teams, device, torch.float64)
+    planes = torch.empty((teams, _PLANES.value, layout.numel), dtype=torch.float64, device=device)
+    told = torch.empty((teams, 4, _LANES.value), dtype=torch.float64, device=device)
+    met = torch.zeros(teams, dtype=torch.int32, device=device)
+    changed = torch.empty((teams, tiles), dtype=torch.int32, device=device)
+    given, out = opened(request)
+    case = TilesCase(
+        layout, table.pairs, box is not None, box is not None and box[0] > 0, request.momentum > 0, team > 1
     )  # fmt: skip
-    work = TilesWork(
-        *table.stage(4, teams, device, torch.float64),
-        torch.empty((teams, _PLANES.value, layout.numel), dtype=torch.float64, device=device),
-        torch.empty((teams, 4, _LANES.value), dtype=torch.float64, device=device),
-        torch.zeros(teams, dtype=torch.int32, device=device),
-        torch.empty((teams, tiles), dtype=torch.int32, device=device),
-    )
     if batch:
         _tiles_kernel[(team * teams,)](
-            given, TilesWritten(images, numbers, price), work, table.tables[1], 1, batch, team,
-            request.sweeps if box is not None else 0, request.newton,
-            CASE=TilesCase(
-                layout, table.pairs, box is not None, box is not None and box[0] > 0,
-                request.momentum > 0, team > 1,
-            ),
-            num_warps=32 if team > 1 else warps(layout.block), num_stages=1,
+            given, out, TilesWork(s, t, kept, returned, planes, told, met, changed), table.tables[1],
+            1, batch, team, request.sweeps if box is not None else 0, request.newton, CASE=case,
+            num_warps=32 if team > 1 else warps(block), num_stages=1,
         )  # fmt: skip
-    z, *described = images.unbind()
-    return EntropicPlan(z, *numbers.unbind(), price, *described)
+    return out.plan()
 
 
 @lru_cache
@@ -126,33 +171,6 @@ def shared_out(batch: int, tiles: int, most: int) -> tuple[int, int]:
     return team, min(batch, most // team if team > 1 else CROWD * most)
 
 
-class TilesGiven(NamedTuple):
-    """A request: images, and numbers per image. ``kappa`` counts if ``paced``, ``psi`` and ``q`` if
-    ``warm``."""
-
-    x: Tensor
-    b: Tensor
-    budget: Tensor
-    kappa: Tensor
-    psi: Tensor
-    q: Tensor
-    paced: bool
-    warm: bool
-    box: FlowBox
-    dearest: float
-    momentum: float
-    doubt: float
-
-
-class TilesWritten(NamedTuple):
-    """The answer: five images (point, ``q``, ``keep``, ``give``, chosen potentials), four numbers
-    per image (two costs, scale, ``kappa``), and the price."""
-
-    images: Tensor
-    numbers: Tensor
-    psi: Tensor
-
-
 class TilesWork(NamedTuple):
     """Memory of the teams: the column and row terms of the plan, staged, and both times the factors
     of the repair; what pixels receive and send, what they will after a sweep of the repair, and its
@@ -161,7 +179,7 @@ class TilesWork(NamedTuple):
     s: Tensor
     t: Tensor
     kept: Tensor
-    given: Tensor
+    returned: Tensor
     planes: Tensor
     told: Tensor
     met: Tensor
@@ -196,7 +214,9 @@ def _meet(team, meeting, a, b, MAXIMA: tl.constexpr, SHARED: tl.constexpr):
     numbers, and the number of the next meeting."""
     tl.debug_barrier()
     if SHARED:
-        told = team.told + meeting % 2 * (2 * _LANES)  # the others may still read what was told last
+        told = team.told + meeting % 2 * (
+            2 * _LANES
+        )  # the others may still read what was told last
         tl.store(told + team.rank, a)
         tl.store(told + _LANES + team.rank, b)
         tl.debug_barrier()
@@ -242,7 +262,7 @@ def _tiles_kernel(
     team = Team(work.told + ours * (4 * _LANES), work.met + ours, rank, team_size)
     begin, stride = rank * BLOCK, team_size * BLOCK
     s_ptr, t_ptr = work.s + ours * LAYOUT.staged, work.t + ours * LAYOUT.staged
-    kept_ptr, given_ptr = work.kept + ours * LAYOUT.staged, work.given + ours * LAYOUT.staged
+    kept_ptr, returned_ptr = work.kept + ours * LAYOUT.staged, work.returned + ours * LAYOUT.staged
     received_ptr = work.planes + ours * (_PLANES * N)
     sent_ptr, next_received_ptr, next_sent_ptr = (
         received_ptr + N, received_ptr + 2 * N, received_ptr + 3 * N,
@@ -253,7 +273,7 @@ def _tiles_kernel(
         stage_halos(s_ptr, one, LAYOUT)
         stage_halos(t_ptr, one, LAYOUT)
         stage_halos(kept_ptr, one, LAYOUT)
-        stage_halos(given_ptr, one, LAYOUT)
+        stage_halos(returned_ptr, one, LAYOUT)
     window = StagedWindow(table.offset, table.fee, ring_fees(table.fee, LAYOUT))
     lo, hi, slack = given.box
     box = FlowBox(lo, hi, slack)
@@ -279,7 +299,9 @@ def _tiles_kernel(
         highest, _, meeting = _meet(team, meeting, tl.max(most, 0), 0.0, True, SHARED)
         for first in tl.range(begin, N, stride):
             at = _tile(first, one, LAYOUT)
-            b = tl.maximum(read(given.b + here + at.index, at.real).to(tl.float64), highest - _SPREAD)
+            b = tl.maximum(
+                read(given.b + here + at.index, at.real).to(tl.float64), highest - _SPREAD
+            )
             q = tl.where(given.warm, read(given.q + here + at.index, at.real).to(tl.float64), 0.0)
             _choose(q_ptr, chosen_ptr, s_ptr, at, b, q, highest, kind)
             if CASE.momentum:
@@ -303,9 +325,11 @@ def _tiles_kernel(
                     own = tl.load(s_ptr + at.place, mask=at.real, other=1.0)
                     if len(LAYOUT.offsets) > 0:
                         rings = ring_sums(s_ptr, at.place, own, LAYOUT)
-                        mean, variance, norm, share = ring_moments(rings, window.fees, psi, LAYOUT.rough)
+                        mean, variance, norm, _share = ring_moments(
+                            rings, window.fees, psi, LAYOUT.rough
+                        )
                     else:
-                        mean, variance, norm, share = table_moments(
+                        mean, variance, norm, _share = table_moments(
                             s_ptr, at.place, own, psi, window, LAYOUT
                         )
                     tl.store(t_ptr + at.place, x / norm, mask=at.real)
@@ -315,7 +339,9 @@ def _tiles_kernel(
                     team, meeting, tl.sum(cost, 0), tl.sum(slope, 0), False, SHARED
                 )
                 if step < newton:
-                    psi, low, high, done = newton_step(psi, low, high, paid, falls, spend, _COST_TOL)
+                    psi, low, high, done = newton_step(
+                        psi, low, high, paid, falls, spend, _COST_TOL
+                    )
                     step = tl.where(done, newton, step)
                 step += 1
             over = tl.zeros([BLOCK], tl.int1)
@@ -373,7 +399,7 @@ def _tiles_kernel(
                 differs = at.real & (new_keep != keep)
                 if CASE.gives:
                     tl.store(next_give_ptr + at.index, new_give, mask=at.real)
-                    tl.store(given_ptr + at.place, t * new_give, mask=at.real)
+                    tl.store(returned_ptr + at.place, t * new_give, mask=at.real)
                     differs = differs | (at.real & (new_give != give))
                 differs = tl.max((differs | (at.real & (sweep == 0))).to(tl.int32), 0)
                 tl.store(changed_ptr + first // BLOCK, differs)
@@ -403,7 +429,7 @@ def _tiles_kernel(
                     new_sent = flows(kept_ptr, at.place, t, 1, psi, window, LAYOUT)
                     if CASE.gives:
                         s = read(s_ptr + at.place, at.real)
-                        new_received = flows(given_ptr, at.place, s, -1, psi, window, LAYOUT)
+                        new_received = flows(returned_ptr, at.place, s, -1, psi, window, LAYOUT)
                 tl.store(next_sent_ptr + at.index, new_sent, mask=at.real)
                 tl.store(next_received_ptr + at.index, new_received, mask=at.real)
                 net = new_keep * new_received - new_give * new_sent
@@ -411,9 +437,7 @@ def _tiles_kernel(
                 ways = tl.maximum(ways, way_back(excess, (x - hi) + net, slack, at.real))
                 above, below = outside(net, x, box, at.real)
                 over = over | above | below
-            way, broken, meeting = _meet(
-                team, meeting, tl.max(ways, 0), _any(over), True, SHARED
-            )
+            way, broken, meeting = _meet(team, meeting, tl.max(ways, 0), _any(over), True, SHARED)
             way = tl.where(final & (lo <= 0.0), way, 1.0)
             for first in tl.range(begin, N, stride):
                 at = _tile(first, one, LAYOUT)
@@ -432,10 +456,10 @@ def _tiles_kernel(
                 keep = read(keep_ptr + at.index, at.real).to(tl.float64)
                 give = read(give_ptr + at.index, at.real).to(tl.float64)
                 tl.store(kept_ptr + at.place, s * keep, mask=at.real)
-                tl.store(given_ptr + at.place, t * give, mask=at.real)
+                tl.store(returned_ptr + at.place, t * give, mask=at.real)
             _, _, meeting = _meet(team, meeting, 0.0, 0.0, True, SHARED)
         ends_ptr = tl.where(repaired, kept_ptr, s_ptr)
-        starts_ptr = tl.where(repaired, given_ptr, t_ptr)
+        starts_ptr = tl.where(repaired, returned_ptr, t_ptr)
         gross = tl.zeros([BLOCK], tl.float64)
         left = tl.zeros([BLOCK], tl.float64)
         sizes = tl.zeros([BLOCK], tl.float64)
