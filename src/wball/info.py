@@ -13,7 +13,6 @@ import torch
 import wball
 from wball.cost import GridCost, Moves
 from wball.kernels import dispatch
-from wball.kernels.linear_maximum import linear_maximum
 from wball.provenance import versions
 
 
@@ -85,7 +84,6 @@ def compile_kernels() -> None:
         ball.support(torch.full_like(x, 0.9), x, reg=reg)
         ball.project(x, x.flip(3), reg=reg)
     ball.sample(x)
-    linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
     wball.certify(net, x, net(x).argmax(1), ball.at(0.5))
 
 

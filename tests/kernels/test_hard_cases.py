@@ -24,11 +24,13 @@ from kernels.cases import (
     ONE_WAY,
     UNIT,
     WINDOW,
+    need,
     noise,
     random_images,
     solver,
     some_empty_some_full,
 )
+from problems import arc_list
 from wball import kernels, load_sample
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
@@ -37,6 +39,8 @@ from wball.kernels import dispatch
 from wball.kernels.column_problem import Best, LinearColumns, Problem, QuadraticColumns, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
+from wball.kernels.row_maximum import linear_maximum
+from wball.kernels.row_maximum.reference import maximising_plan
 from wball.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
@@ -268,42 +272,75 @@ MAXIMA = {
 }
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]))
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]))
 @pytest.mark.parametrize("name", MAXIMA)
-def test_linear_maximum(kernel: str, name: str) -> None:
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "float32"])
+def test_linear_maximum(
+    kernel: str, name: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(kernel)
+    monkeypatch.setenv("WBALL_KERNEL", kernel)
     case = MAXIMA[name]
-    a, x = case.w.to(DEVICE), case.x.to(DEVICE)
+    a, x = (t.to(DEVICE, torch.float64 if exact else torch.float32) for t in (case.w, case.x))
     moves = case.arcs(x)
     budget = case.eps * x.double().sum((1, 2, 3))
-    found = solver("linear_maximum", kernel)(a, x, budget, moves, point=True)
-    size = 1e-6 * float((a.double().abs() * x.double()).sum() + a.abs().max())
+    found = linear_maximum(a, x, budget, moves, exact=exact)
+    plan = maximising_plan(a, x, budget, moves, found)
+    size = 1e-10 if exact else 1e-6
+    size *= float((a.double().abs() * x.double()).sum() + a.abs().max())
     ball = WassersteinBall(case.eps, case.cost, box=None)
-    exact = ball.support(x.double(), a.double(), tol=1e-9)
-    assert float(found.upper) >= float(exact.value) - size  # sound
-    assert float(found.upper) <= float(exact.upper) + size  # tight
-    assert case.best is None or float(found.upper) == pytest.approx(case.best, abs=1e-6)
-    assert found.z is not None
-    assert float((found.z.double() * a).sum()) == pytest.approx(float(exact.value), abs=size), (
-        "reached"
-    )
-    torch.testing.assert_close(
-        found.z.double().sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9
-    )
+    best = maximum_by_definition(case, a, x, budget)
+    assert float(found.value) == pytest.approx(best, abs=size)  # sound and tight
+    assert case.best is None or best == pytest.approx(case.best, abs=1e-6)
+    z = plan.columns().double()
+    assert float((z * a).sum()) == pytest.approx(best, abs=2 * size), "reached"
+    torch.testing.assert_close(z.sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
     if case.eps > 0:
-        assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
+        assert float(ball.distance(x.double(), z)) <= case.eps * (1 + 1e-5), "inside"
 
 
-@pytest.mark.parametrize("kernel", dispatch.OPERATIONS["linear_maximum"])
-def test_linear_maximum_of_a_batch(kernel: str) -> None:
+def maximum_by_definition(case: Case, a: Tensor, x: Tensor, budget: Tensor) -> float:
+    """The dual function has its minimum at 0 or where two moves out of a pixel are worth the
+    same."""
+    arcs = arc_list(case.cost, *x.shape[2:])
+    mass, worth = x.double().cpu().flatten(2)[0], a.double().cpu().flatten(2)[0]
+    start, end = (torch.tensor([arc[k] for arc in arcs], dtype=torch.long) for k in (0, 1))
+    cost = torch.full((mass.shape[1],) * 2, math.inf, dtype=torch.float64)
+    cost[start, end] = torch.tensor([arc[2] for arc in arcs], dtype=torch.float64)
+    prices = [torch.zeros(1, dtype=torch.float64)]
+    for values in worth:
+        gain, paid = values - values[:, None], cost[:, :, None] - cost[:, None, :]
+        kinks = ((gain[:, :, None] - gain[:, None, :]) / paid).flatten()
+        prices.append(kinks[kinks.isfinite() & (kinks > 0)].unique())
+    free, fee = cost.isfinite(), cost.nan_to_num(posinf=0.0)
+    return min(
+        float(budget) * float(psi)
+        + sum(
+            float(m @ torch.where(free, w - psi * fee, -math.inf).amax(1))
+            for m, w in zip(mass, worth, strict=True)
+        )
+        for psi in torch.cat(prices)
+    )
+
+
+@pytest.mark.parametrize("kernel", dispatch.OPERATIONS["row_maximum"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "float32"])
+def test_linear_maximum_of_a_batch(
+    kernel: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(kernel)
+    monkeypatch.setenv("WBALL_KERNEL", kernel)
     cases = [MAXIMA[n] for n in ("random", "a black image", "a flat function", "one lit pixel")]
     a, x = (torch.cat([getattr(case, part) for case in cases]).to(DEVICE) for part in ("w", "x"))
-    moves, budget = GridCost(9).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
-    found = solver("linear_maximum", kernel)(a, x, budget, moves, point=True)
+    moves, budget = GridCost(5).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
+    found = linear_maximum(a, x, budget, moves, exact=exact)
+    z = maximising_plan(a, x, budget, moves, found).columns()
     for k in range(len(cases)):
         part = slice(k, k + 1)
-        alone = solver("linear_maximum", kernel)(a[part], x[part], budget[part], moves, point=True)
-        torch.testing.assert_close(found.upper[part], alone.upper)
-        torch.testing.assert_close(found.z[part], alone.z)
+        alone = linear_maximum(a[part], x[part], budget[part], moves, exact=exact)
+        torch.testing.assert_close(found.value[part], alone.value)
+        other = maximising_plan(a[part], x[part], budget[part], moves, alone).columns()
+        torch.testing.assert_close(z[part], other)
 
 
 @pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]))
@@ -313,7 +350,8 @@ def test_row_maximum(kernel: str, name: str) -> None:
     a, x = case.w.double().to(DEVICE), case.x.double().to(DEVICE)
     ball = WassersteinBall(case.eps, case.cost, box=None)
     rows = Rows(a, torch.zeros(1, dtype=torch.long, device=DEVICE))
-    found, psi = solve(ball.input_set(x, plans="window")._problem(rows, None, None), 40)
+    answer = solve(ball.input_set(x, plans="window")._problem(rows, None, None), 40)
+    found, psi = answer.value, answer.psi
     size = 1e-5 * float((a.abs() * x).sum() + a.abs().max())
     exact = ball.support(x, a, tol=1e-9)
     assert (

@@ -114,8 +114,9 @@ def test_kernels_agree(kernel: str, kind: str) -> None:
     solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem(kind)
     made = source._problem(rows, box, charges)
-    expected, _ = solver("row_maximum", "torch")(made, 40)
-    found, psi = solve(made, 10)
+    expected = solver("row_maximum", "torch")(made, 40).value
+    answer = solve(made, 10)
+    found, psi = answer.value, answer.psi
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     again = worth_of(made.field(), psi) + psi * made.budget
     torch.testing.assert_close(found, again, rtol=1e-12, atol=1e-12)
@@ -129,5 +130,5 @@ def test_a_charge_that_is_no_number_is_no_bound(kernel: str) -> None:
     source, rows, box, charges = problem("charged")
     assert charges is not None
     charges.moves[1, 0, 3] = math.nan
-    found, _ = solve(source._problem(rows, box, charges), 4)
+    found = solve(source._problem(rows, box, charges), 4).value
     assert torch.isnan(found).tolist() == [False, True, False, False, False]

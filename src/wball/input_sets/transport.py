@@ -341,10 +341,10 @@ class TransportSet(InputSet):
             field = self._field(rows, box, charges)
             with torch.no_grad():
                 problem = self._problem(rows, box, charges, field)
-                psi = kernel.row_maximum(problem, rounds)[1].to(rows.coeff.dtype)
+                psi = kernel.row_maximum(problem, rounds).psi
             value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
         else:
-            value, _ = kernel.row_maximum(self._problem(rows, box, charges), rounds)
+            value = kernel.row_maximum(self._problem(rows, box, charges), rounds).value
         if self.box is None:
             return value
         lo, hi = self.box

@@ -44,7 +44,6 @@ OPERATIONS = {
         "entropic_plan",
         "projected_sinkhorn",
         "proximal_newton",
-        "linear_maximum",
         "row_maximum",
     )
 }

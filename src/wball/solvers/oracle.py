@@ -30,8 +30,8 @@ from torch import Tensor
 from wball.inputs import dot, largest, per_image, result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
-from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_sinkhorn
+from wball.kernels.row_maximum import linear_maximum
 from wball.plan import FactoredPlan, StoredPlan
 from wball.solvers.problem import TransportProblem, as_images
 

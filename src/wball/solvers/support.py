@@ -30,8 +30,9 @@ from torch import Tensor
 from wball.cost import Moves
 from wball.inputs import dot, dot_and_size, largest, per_image
 from wball.kernels.column_problem import Best, Deadline, LinearColumns, Problem, Tolerance
-from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import proximal_newton
+from wball.kernels.row_maximum import linear_maximum
+from wball.kernels.row_maximum.reference import maximising_plan
 from wball.result import Duals, SupportResult
 from wball.solvers.problem import (
     Effort,
@@ -129,8 +130,9 @@ def _without_box(problem: Problem, max_iter: int, best: Best) -> tuple[Tensor, s
         return n_iter, "none"
     part = problem.take(todo)
     x, g = part.x, part.columns.target
-    plan, found = maximising_plan(g, x, part.budget, part.moves, max_iter=max_iter)
-    bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
+    found = linear_maximum(g, x, part.budget, part.moves, rounds=max_iter, exact=True)
+    plan = maximising_plan(g, x, part.budget, part.moves, found)
+    bound = -(found.value + 1e-14 * (found.value.abs() + dot(g.abs(), x)))
     best.keep_duals(todo, g, found.psi, (bound, bound))
     plan = part.repaired(plan)
     best.keep_plan(todo, plan, part.objective(plan))

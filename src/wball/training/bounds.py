@@ -8,7 +8,8 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.cost import DenseCost
 from wball.inputs import dot
-from wball.kernels.linear_maximum import linear_maximum
+from wball.kernels.row_maximum import linear_maximum
+from wball.kernels.row_maximum.reference import maximising_plan
 
 
 def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
@@ -24,7 +25,7 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
     moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
     with torch.no_grad():
-        found = linear_maximum(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
-        assert found.z is not None
-        moved = found.z.to(g.dtype) - x
+        a = g.detach()
+        found = linear_maximum(a, x, budget, moves, rounds=max_iter)
+        moved = maximising_plan(a, x.to(a.dtype), budget, moves, found).columns() - x
     return dot(g, moved)

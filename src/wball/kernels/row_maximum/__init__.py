@@ -1,31 +1,43 @@
-r"""The largest value of many rows over a Wasserstein ball, each over what it can see: all that
-certificates ask.
+r"""The largest value of linear functions (*rows*) over a Wasserstein ball: what certificates, the
+support function without a box and some attacks ask.
 
-.. math:: \min_{\psi \ge 0} \; \psi E + \sum_i x_i \max_j \big( a_j + M_{ij} - \psi C_{ij} \big)
+.. math:: \min_{\psi \ge 0} h(\psi), \qquad
+    h(\psi) = \psi E + \sum_i x_i \max_j \big( a_j + M_{ij} - \psi C_{ij} \big)
 
-Rows may live on patches, moves longer than a reach are summed up in tiers of length, and charges
-``M`` may be added to what moves earn (:mod:`wball.input_sets.transport`). A scalar convex search
-per row: every ``psi >= 0`` gives a sound bound, so it may stop anywhere and run in float32. The
-bound that counts is evaluated in the precision of the rows.
+Rows of certificates may live on patches, moves longer than a reach are summed up in tiers of
+length, and charges ``M`` may be added to what moves earn (:mod:`wball.input_sets.transport`);
+:func:`linear_maximum` has rows over whole images.
 
-Whole images without charges are :mod:`wball.kernels.linear_maximum`.
+``h`` is convex and piecewise linear with slope ``E - cost(psi)``. Where the tangents at both ends
+of a bracket meet is the minimum or a new end; every third step halves the bracket, against creeping
+ends. Every ``psi >= 0`` gives a sound bound, so the search may stop anywhere and run in float32;
+the bound that counts is evaluated in the precision of the rows. The plans that send mass by the
+best moves at both ends of the last bracket, mixed such that they cost ``E``, attain the maximum.
 
-``row_maximum(problem, rounds)`` of a kernel returns the bound of each row, ``(N,)`` in the rows'
-precision, and the ``psi`` behind it, in ``rounds`` of search. Nothing is recorded for gradients.
+``row_maximum(problem, rounds)`` of a kernel returns a :class:`RowMaximum` after at most so many
+rounds of search. Nothing is recorded for gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 
+import torch
 from torch import Tensor
+
+from wball.cost import Move, Moves, StencilMoves
+from wball.kernels import dispatch
 
 NOWHERE = -1e30
 """Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
 
 DOWN = 0.55
 """Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
+
+FLAT = 1e-15
+"""An exact search ends where the tangents meet this close to ``h``, relative to its size."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,10 @@ class Field:
     elsewhere: Tensor | None = None
     away: Tensor | None = None
 
-    def single(self) -> Field:
-        """The field in float32, for the search."""
-        held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
-        return Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
+    def to(self, dtype: torch.dtype) -> Field:
+        """The field in the precision of a search."""
+        parts = {name: value.to(dtype) for name, value in vars(self).items() if value is not None}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,8 @@ class RowProblem:
         elsewhere: mass beyond the patches, as in :class:`Field`.
         field: the rows as a field, with charges and box prices, made when it is asked for.
         plain: whether there are neither charges nor box prices.
+        dense: whether most pixels of the whole images have mass, so that all are listed on a GPU.
+        exact: whether to search in float64, until the kink of ``h`` is found.
     """
 
     coeff: Tensor
@@ -76,9 +90,60 @@ class RowProblem:
     corner: tuple[Tensor, Tensor] | None
     x: Tensor
     budget: Tensor
-    moves: Sequence[tuple[int, int, float]]
+    moves: Sequence[Move]
     tiers: Sequence[tuple[float, int]]
     step: float
     elsewhere: Callable[[], Tensor | None]
     field: Callable[[], Field]
     plain: bool
+    dense: bool = False
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class RowMaximum:
+    """The maximum of each row, ``(N,)``.
+
+    Attributes:
+        value: ``h(psi)``, in the precision of the rows.
+        psi: the best price found.
+        low, high: the last bracket of the price.
+        n_iter: rounds of search.
+    """
+
+    value: Tensor
+    psi: Tensor
+    low: Tensor
+    high: Tensor
+    n_iter: Tensor
+
+
+def linear_maximum(
+    a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, rounds: int = 60, exact: bool = False
+) -> RowMaximum:
+    """``max <a, z>`` over the points that mass from ``x`` can reach at a cost of ``budget``.
+
+    Args:
+        a: rows, ``(B, C, H, W)``, float32 or float64.
+        x: images, like the rows.
+        budget: cost that may be spent per image, ``(B,)``.
+        moves: the moves of the ground cost on these images.
+        rounds: largest number of rounds of search.
+        exact: as in :class:`RowProblem`.
+    """
+
+    def field() -> Field:
+        ends = moves.like(a).ends(a, NOWHERE)
+        worth = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in moves.rings], 2)
+        cost = moves.like(a).ring_cost.flatten(1)
+        return Field(x.to(a.dtype).flatten(2), a.flatten(2), worth.flatten(3), cost)
+
+    listed = list(moves) if isinstance(moves, StencilMoves) else []
+    step = min((fee for *_, fee in listed if fee > 0), default=1.0)
+    problem = RowProblem(
+        a, torch.arange(len(a), device=a.device), None, x.double(), budget.double().clamp(min=0.0),
+        listed, (), step, lambda: None, field, True, True, exact,
+    )  # fmt: skip
+    kernel = dispatch.load("row_maximum", dispatch.choose("row_maximum", x, moves))
+    found: RowMaximum = kernel.row_maximum(problem, rounds)
+    return found

@@ -1,6 +1,9 @@
 """Row maxima (:mod:`wball.kernels.row_maximum`) on a CPU: one row at a time, compiled by numba.
 
-Nothing larger than one row's options exists at a time, so that they stay in the cache.
+Nothing larger than one row's options exists at a time, so that they stay in the cache. The search
+begins where nothing moves and goes down: the budget is small against the mass, so the best ``psi``
+lies near the top, and a source that stays at some ``psi`` stays at every larger one and is not
+looked at again.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from wball.kernels.compiled import compiled
 from wball.kernels.dispatch import split
-from wball.kernels.linear_maximum.cpu import BLOCK, FAST, Aim, Beyond, Options, search
-from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
+from wball.kernels.row_maximum import DOWN, NOWHERE, Field, RowMaximum, RowProblem
 
-_TOL = 1e-6  # of what moving gains: the search may stop
+FAST = {"contract", "nsz", "reassoc"}
+BLOCK = 512
+"""Sources whose best option is held at once."""
 
 
 class _Rows(NamedTuple):
@@ -44,24 +47,66 @@ class _Ways(NamedTuple):
 
 
 class _Effort(NamedTuple):
-    """The smallest cost of a move, which sets the scale of the first price, and the steps of the
-    search."""
+    """The smallest cost of a move, which sets the scale of the first price, the steps of the
+    search, and the share of what moving gains at which it may stop."""
 
     step: float
     rounds: int
+    tol: float
 
 
-def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
+class _Options(NamedTuple):
+    """The options of the sources of a row, and memory for a block of them."""
+
+    worth: Any  # (K, S)
+    stay: Any  # (S,): what staying is worth
+    mass: Any  # (S,)
+    fee: Any  # (K,): what each option costs
+    best: Any  # (BLOCK,)
+    paid: Any  # (BLOCK,)
+
+
+class _Beyond(NamedTuple):
+    """Mass outside the patch of a row, which can arrive by the last options only."""
+
+    far: Any  # (C,): the most that it can be worth
+    mass: Any  # (C, T)
+
+
+class _Aim(NamedTuple):
+    """The budget, the smallest cost of a move, and the stopping criterion of the search."""
+
+    budget: float
+    step: float
+    rounds: int
+    tol: float
+
+
+class _Found(NamedTuple):
+    """The smallest bound found, its price, the bracket of the price, and the number of steps."""
+
+    value: float
+    psi: float
+    low: float
+    high: float
+    steps: int
+
+
+def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
     """See :mod:`wball.kernels.row_maximum`."""
-    value, psi = (
-        _patches(problem, 2 * rounds)
-        if problem.plain
-        else _field(problem, problem.field(), 2 * rounds)
-    )
-    return value.to(problem.coeff.dtype), psi.to(problem.coeff.dtype)
+    exact = problem.exact
+    effort = _Effort(float(problem.step), rounds if exact else 2 * rounds, 1e-12 if exact else 1e-6)
+    out = np.empty((5, len(problem.coeff)))
+    if problem.plain:
+        _patches(problem, effort, out)
+    else:
+        _field(problem, problem.field(), effort, out)
+    *found, steps = torch.from_numpy(out).unbind()
+    value, psi, low, high = (part.to(problem.coeff.dtype) for part in found)
+    return RowMaximum(value, psi, low, high, steps.long())
 
 
-def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
+def _patches(problem: RowProblem, effort: _Effort, out: Any) -> None:
     """Maxima of rows without charges, whose options are listed here, row by row."""
     away = [m for m in problem.moves if m[:2] != (0, 0)]
     costs = sorted({d for *_, d in away})
@@ -86,21 +131,16 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         problem.budget.double().contiguous().numpy(),
     )
     reach = int(np.abs(shifts).max()) if len(away) else 0
-    ways, effort = (
-        _Ways(shifts, ring, len(costs), fees, wide, beyond, reach),
-        _Effort(float(problem.step), rounds),
-    )
-    out, psi = np.empty((2, count))
+    ways = _Ways(shifts, ring, len(costs), fees, wide, beyond, reach)
 
     def work(start: int, stop: int) -> None:
-        _rows(given, ways, effort, start, stop, out, psi)
+        _rows(given, ways, effort, start, stop, out)
 
     height, width = coeff.shape[2] + 2 * reach, coeff.shape[3] + 2 * reach
     split(count, work, channels * height * width * (len(away) + 2 * len(fees)))
-    return torch.from_numpy(out), torch.from_numpy(psi)
 
 
-def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tensor]:
+def _field(problem: RowProblem, field: Field, effort: _Effort, out: Any) -> None:
     """Maxima of rows with charges or box prices, whose options are already listed."""
     count, channels, options = field.worth.shape[:3]
     given = tuple(
@@ -112,24 +152,150 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
         far, elsewhere = (
             t.detach().double().contiguous().numpy() for t in (field.far, field.elsewhere)
         )
-    effort = _Effort(float(problem.step), rounds)
-    out, psi = np.empty((2, count))
 
     def work(start: int, stop: int) -> None:
-        _fields(given, cost, (far, elsewhere), (budget, effort), start, stop, out, psi)
+        _fields(given, cost, (far, elsewhere), (budget, effort), start, stop, out)
 
     split(count, work, 2 * channels * options * field.mass.shape[2])
-    return torch.from_numpy(out), torch.from_numpy(psi)
+
+
+@compiled(inner=True, fastmath=FAST)
+def _evaluate(options, count, psi):  # type: ignore[no-untyped-def]
+    """``sum_i x_i max_j (a_j - psi C_ij)`` over the remaining sources, and the cost of the plan."""
+    worth, stay, mass, fee, best, paid = options
+    value, cost = 0.0, 0.0
+    for start in range(0, count, BLOCK):
+        n = min(BLOCK, count - start)
+        for s in range(n):
+            best[s] = stay[start + s]
+            paid[s] = 0.0
+        for k in range(fee.shape[0]):
+            drop, own = psi * fee[k], fee[k]
+            for s in range(n):
+                gain = worth[k, start + s] - drop
+                better = gain > best[s]
+                best[s] = gain if better else best[s]
+                paid[s] = own if better else paid[s]
+        for s in range(n):
+            value += best[s] * mass[start + s]
+            cost += paid[s] * mass[start + s]
+    return value, cost
+
+
+@compiled(inner=True, fastmath=FAST)
+def _leave(options, count, psi):  # type: ignore[no-untyped-def]
+    """Drop the sources whose mass stays at price ``psi``. Returns the number left, and the value of
+    the dropped ones."""
+    worth, stay, mass, fee, _, _ = options
+    kept, rest = 0, 0.0
+    for s in range(count):
+        moves = False
+        for k in range(fee.shape[0]):
+            moves = moves or worth[k, s] - psi * fee[k] > stay[s]
+        if moves:
+            stay[kept], mass[kept] = stay[s], mass[s]
+            for k in range(fee.shape[0]):
+                worth[k, kept] = worth[k, s]
+            kept += 1
+        else:
+            rest += stay[s] * mass[s]
+    return kept, rest
+
+
+@compiled(inner=True, fastmath=FAST)
+def _from_beyond(beyond, fee, psi):  # type: ignore[no-untyped-def]
+    """Value and cost of the mass outside the patch."""
+    value, cost = 0.0, 0.0
+    first = fee.shape[0] - beyond.mass.shape[1]
+    for c in range(beyond.mass.shape[0]):
+        for t in range(beyond.mass.shape[1]):
+            gain = beyond.far[c] - psi * fee[first + t]
+            if gain > 0.0:
+                value += gain * beyond.mass[c, t]
+                cost += fee[first + t] * beyond.mass[c, t]
+    return value, cost
+
+
+@compiled(inner=True)
+def _crossing(low, value_low, slope_low, high, value_high, slope_high):  # type: ignore[no-untyped-def]
+    """The point where two lines cross that bound a convex function from below at the ends of the
+    bracket."""
+    drop = slope_high - slope_low
+    meet = (
+        (value_low - value_high + slope_high * high - slope_low * low) / drop
+        if drop > 0.0
+        else high
+    )
+    return min(max(meet, low), high)
+
+
+@compiled(inner=True, fastmath=FAST)
+def _search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
+    """Minimise ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` over the price. Returns the smallest
+    value found and its bracket."""
+    worth, stay, mass, fee, _, _ = options
+    budget, high, still = aim.budget, 0.0, 0.0
+    for k in range(fee.shape[0]):  # a free move equals staying at any price
+        if fee[k] == 0.0:
+            for s in range(count):
+                stay[s] = max(stay[s], worth[k, s])
+    for k in range(fee.shape[0]):
+        if fee[k] > 0.0:
+            for s in range(count):
+                high = max(high, (worth[k, s] - stay[s]) / fee[k])
+    if beyond.mass.shape[1]:
+        for c in range(beyond.far.shape[0]):
+            high = max(high, beyond.far[c] / aim.step)
+    for s in range(count):
+        still += stay[s] * mass[s]
+    if high <= 0.0:
+        return _Found(still, 0.0, 0.0, 0.0, 0)
+    high *= 1.0 + 1e-6
+    best, value_high, cost_high = still + budget * high, still + budget * high, 0.0
+    psi_best, steps, base = high, 0, 0.0
+    low, value_low, cost_low, bracketed = 0.0, 0.0, 0.0, False
+    for k in range(aim.rounds):
+        if bracketed:
+            slope_low, slope_high = budget - cost_low, budget - cost_high
+            meet = _crossing(low, value_low, slope_low, high, value_high, slope_high)
+            if best - (value_low + slope_low * (meet - low)) <= aim.tol * (best - still):
+                break
+            psi = 0.5 * (low + high) if k % 3 == 2 else meet
+        else:
+            psi = 0.0 if k == aim.rounds - 1 else DOWN * high
+        value, cost = _evaluate(options, count, psi)
+        if beyond.mass.shape[1]:
+            more, spent = _from_beyond(beyond, fee, psi)
+            value, cost = value + more, cost + spent
+        value += base + budget * psi
+        steps += 1
+        if value < best:
+            best, psi_best = value, psi
+        if cost > budget:
+            low, value_low, cost_low, bracketed = psi, value, cost, True
+            count, rest = _leave(options, count, psi)
+            base += rest
+        else:
+            high, value_high, cost_high = psi, value, cost
+            if psi == 0.0:
+                break
+    return _Found(best, psi_best, low if bracketed else high, high, steps)
+
+
+@compiled(inner=True)
+def _store(out, n, found):  # type: ignore[no-untyped-def]
+    out[0, n], out[1, n] = found.value, found.psi
+    out[2, n], out[3, n], out[4, n] = found.low, found.high, found.steps
 
 
 @compiled(fastmath=FAST)
-def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore[no-untyped-def]
+def _fields(given, fee, outside, limits, start, stop, out):  # type: ignore[no-untyped-def]
     """Search the maxima of rows ``start`` to ``stop`` with listed options."""
     (worth, stay, mass), (far, elsewhere), (budget, effort) = given, outside, limits
     channels, options, sources = worth.shape[1:]
     most = channels * sources
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
-    held = Options(options_held, stay_held, mass_held, fee, np.empty(BLOCK), np.empty(BLOCK))
+    held = _Options(options_held, stay_held, mass_held, fee, np.empty(BLOCK), np.empty(BLOCK))
     for n in range(start, stop):
         count, whole = np.int64(0), True  # a literal would trigger another compilation
         for c in range(channels):
@@ -140,12 +306,11 @@ def _fields(given, fee, outside, limits, start, stop, out, psi):  # type: ignore
                         options_held[k, count] = worth[n, c, k, s]
                         whole = whole and not np.isnan(worth[n, c, k, s])
                     count += 1
-        beyond = Beyond(far[n], elsewhere[n])
-        found = search(held, count, beyond, Aim(budget[n], effort.step, effort.rounds, _TOL))
-        out[n], psi[n] = (
-            found.value if whole else np.nan,
-            found.psi,
-        )  # NaN is not a bound
+        beyond = _Beyond(far[n], elsewhere[n])
+        aim = _Aim(budget[n], effort.step, effort.rounds, effort.tol)
+        _store(out, n, _search(held, count, beyond, aim))
+        if not whole:
+            out[0, n] = np.nan  # not a bound
 
 
 @compiled(inner=True, fastmath=FAST)
@@ -168,11 +333,10 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=FAST)
-def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untyped-def]
+def _rows(given, ways, effort, start, stop, out):  # type: ignore[no-untyped-def]
     """List the options of rows ``start`` to ``stop``, and search their maxima."""
     coeff, image, corner, patched, x, budget = given
     shifts, ring, rings, fee, wide, elsewhere, reach = ways
-    step, rounds = effort
     channels, height, width = coeff.shape[1:]
     full_height, full_width = x.shape[2:]
     around = reach if patched else 0
@@ -182,7 +346,7 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
     ends, spare = np.empty(rows * columns), np.empty(rows * columns)
     most = channels * rows * columns
     worth, stay, mass = np.empty((fee.shape[0], most)), np.empty(most), np.empty(most)
-    options = Options(worth, stay, mass, fee, np.empty(BLOCK), np.empty(BLOCK))
+    options = _Options(worth, stay, mass, fee, np.empty(BLOCK), np.empty(BLOCK))
     place, far = np.empty(rows * columns, np.int64), np.empty(channels)
     for n in range(start, stop):
         picture = x[image[n]]
@@ -252,6 +416,6 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
                     if patched:
                         for s in range(first, count):
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
-        beyond = Beyond(far, elsewhere[n])
-        found = search(options, count, beyond, Aim(budget[n], step, rounds, _TOL))
-        out[n], psi[n] = found.value, found.psi
+        beyond = _Beyond(far, elsewhere[n])
+        aim = _Aim(budget[n], effort.step, effort.rounds, effort.tol)
+        _store(out, n, _search(options, count, beyond, aim))

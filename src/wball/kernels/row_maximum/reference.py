@@ -1,31 +1,77 @@
-r"""Row maxima (:mod:`wball.kernels.row_maximum`) in plain PyTorch: the yardstick of the others."""
+r"""Row maxima (:mod:`wball.kernels.row_maximum`) in plain PyTorch, which the others must match; and
+the plans that attain them."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from wball.kernels.row_maximum import DOWN, Field, RowProblem
+from wball.cost import Moves
+from wball.inputs import largest, per_image
+from wball.kernels.row_maximum import DOWN, FLAT, Field, RowMaximum, RowProblem
+from wball.plan import Plan
 
 
 @torch.no_grad()
-def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
+def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
     """See :mod:`wball.kernels.row_maximum`."""
-    field, dtype = problem.field(), problem.coeff.dtype
-    psi = _search(field.single(), problem.budget.float(), problem.step, rounds).to(dtype)
-    return worth_of(field, psi) + psi * problem.budget.to(dtype), psi
+    field, precision = problem.field(), torch.float64 if problem.exact else torch.float32
+    seen, budget = field.to(precision), problem.budget.to(precision)
+    low, high = torch.zeros_like(budget), _steepest(seen, problem.step)
+    (value_low, cost_low), (value_high, cost_high) = _at(seen, low), _at(seen, high)
+    value_high = value_high + budget * high
+    psi = torch.where(value_high < value_low, high, low)
+    best, step = torch.minimum(value_low, value_high), 0
+    for step in range(rounds):
+        # The tangents at both ends meet below the minimum, and soon at it.
+        slope_low, slope_high = budget - cost_low, budget - cost_high
+        drop = slope_high - slope_low
+        meet = value_low - value_high + slope_high * high - slope_low * low
+        meet = torch.where(drop > 0, meet / drop.clamp(min=1e-30), high).clamp(low, high)
+        below = value_low + slope_low * (meet - low)
+        flat = (best - below <= FLAT * (best.abs() + value_low.abs())) | (slope_low >= 0)
+        if problem.exact and bool(flat.all()):
+            break
+        trial = 0.5 * (low + high) if step % 3 == 2 else meet
+        # The budget is small against the mass: the best psi is near the top, and 0 a bad end.
+        trial = torch.where(low > 0, trial, DOWN * high)
+        worth, cost = _at(seen, trial)
+        value, over = worth + budget * trial, cost > budget
+        psi, best = torch.where(value < best, trial, psi), torch.minimum(value, best)
+        keep = over, flat & problem.exact
+        low, value_low, cost_low = _moved(keep, (low, value_low, cost_low), (trial, value, cost))
+        keep = ~over, keep[1]
+        high, value_high, cost_high = _moved(
+            keep, (high, value_high, cost_high), (trial, value, cost)
+        )
+    dtype, count = problem.coeff.dtype, torch.full_like(problem.image, step)
+    value = worth_of(field, psi.to(dtype)) + psi.to(dtype) * problem.budget.to(dtype)
+    return RowMaximum(value, psi.to(dtype), low.to(dtype), high.to(dtype), count)
 
 
-def _choose(
-    where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
+def _moved(
+    where: tuple[Tensor, Tensor], end: tuple[Tensor, ...], trial: tuple[Tensor, ...]
+) -> list[Tensor]:
+    """The end of a bracket, at the trial in rows that move it and are not done."""
+    moves, done = where
+    return [torch.where(moves & ~done, new, old) for old, new in zip(end, trial, strict=True)]
 
 
-def _elsewhere(field: Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Value and cost of the mass beyond the patch, ``(N,)`` each."""
+def _steepest(field: Field, step: float) -> Tensor:
+    """Just above the steepest gain per unit of cost: there no mass moves."""
+    gain = (field.worth - field.stay[:, :, None]) / torch.where(field.cost > 0, field.cost, step)
+    best = (gain.amax(2) * (field.mass > 0)).amax((1, 2)).clamp(min=0)
+    if field.far is not None:
+        best = torch.maximum(best, field.far.amax(1) / step)
+    return best * (1 + 1e-6)
+
+
+def _elsewhere(field: Field, psi: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    """Value and cost of the mass beyond the patch."""
     if field.elsewhere is None or field.far is None or field.away is None:
-        return None
+        return 0.0, 0.0
     gain = field.far[..., None] - psi.view(-1, 1, 1) * field.away
     paid = torch.where(gain > 0, field.away, 0.0)
     return (gain.clamp(min=0) * field.elsewhere).sum((1, 2)), (paid * field.elsewhere).sum((1, 2))
@@ -34,62 +80,41 @@ def _elsewhere(field: Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
 def worth_of(field: Field, psi: Tensor) -> Tensor:
     """``sum_i x_i max_j (a_j - psi C_ij)``, ``(N,)``."""
     best = torch.maximum(field.stay, (field.worth - psi.view(-1, 1, 1, 1) * field.cost).amax(2))
-    total = (best * field.mass).sum((1, 2))
-    rest = _elsewhere(field, psi)
-    return total if rest is None else total + rest[0]
+    return (best * field.mass).sum((1, 2)) + _elsewhere(field, psi)[0]
 
 
-def _evaluate(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and the cost of the maximising plan, ``(N,)`` each."""
-    best, choice = (field.worth - psi.view(-1, 1, 1, 1) * field.cost).max(2)
-    moves = best > field.stay
-    if field.cost.shape[1] == 1:
-        cost = field.cost[:, 0][choice]
-    else:
-        cost = field.cost.expand(field.worth.shape).gather(2, choice[:, :, None])[:, :, 0]
-    worth = (torch.where(moves, best, field.stay) * field.mass).sum((1, 2))
-    total = (torch.where(moves, cost, 0.0) * field.mass).sum((1, 2))
-    rest = _elsewhere(field, psi)
-    return (worth, total) if rest is None else (worth + rest[0], total + rest[1])
+def _at(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and what the cheapest of the best moves cost."""
+    score = field.worth - psi.view(-1, 1, 1, 1) * field.cost
+    best = score.amax(2)
+    toll = torch.where(score >= best[:, :, None], field.cost, math.inf).amin(2)
+    cost = (torch.where(best > field.stay, toll, 0.0) * field.mass).sum((1, 2))
+    worth = (torch.maximum(best, field.stay) * field.mass).sum((1, 2))
+    value, paid = _elsewhere(field, psi)
+    return worth + value, cost + paid
 
 
-def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
-    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, in a few rounds."""
-    low = torch.zeros_like(budget)
-    value_low, cost_low = _evaluate(field, low)
-    # Above the steepest gain per unit of cost no mass moves.
-    holds = (field.mass > 0).to(field.stay.dtype)
-    apart = torch.where(field.cost > 0, field.cost, step)
-    gain = (((field.worth - field.stay[:, :, None]) / apart).amax(2) * holds).amax((1, 2))
-    steepest = gain.clamp(min=0)
-    if field.far is not None and field.elsewhere is not None:
-        steepest = torch.maximum(steepest, field.far.amax(1) / step)
-    high = steepest * (1 + 1e-6)
-    value_high, cost_high = _evaluate(field, high)
-    value_high = value_high + budget * high
-    best, psi = value_low, low
-    better = value_high < best
-    best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
-    for k in range(rounds):
-        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at
-        # it.
-        slope_low, slope_high = budget - cost_low, budget - cost_high
-        drop = slope_high - slope_low
-        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(
-            min=1e-30
-        )
-        trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
-        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the
-        # bracket.
-        trial = torch.where(low > 0, trial, DOWN * high)
-        trial = torch.maximum(torch.minimum(trial, high), low)
-        worth, cost = _evaluate(field, trial)
-        value = worth + budget * trial
-        better = value < best
-        best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
-        over = cost > budget
-        low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
-        high, value_high, cost_high = _choose(
-            over, (high, value_high, cost_high), (trial, value, cost)
-        )
-    return psi
+def maximising_plan(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: RowMaximum) -> Plan:
+    """The plan that attains a linear maximum."""
+    moves = moves.like(a)
+    # Kernels round scores differently: ends this far apart are on both sides of the kink for all.
+    gain = largest(a) / torch.where(moves.cost > 0, moves.cost, math.inf).amin()
+    apart = 8 * torch.finfo(a.dtype).eps * torch.maximum(gain, found.high)
+    dear, cheap = (
+        _best_plan(a, x, moves, psi.clamp(min=0.0))
+        for psi in (found.low - apart, found.high + apart)
+    )
+    cost = cheap.cost()
+    spread = dear.cost() - cost
+    part = torch.where(spread > 0, (budget - cost) / spread.clamp(min=1e-300), 0.0).clamp(0, 1)
+    part = per_image(part.to(dear.flow.dtype), dear.flow)
+    return Plan(moves, (1 - part) * cheap.flow + part * dear.flow)
+
+
+def _best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:
+    """The plan that moves all mass by the cheapest of the best moves at price ``psi``."""
+    gained = torch.where(moves.allowed, moves.gather(a), -math.inf)
+    score = gained - per_image(psi, gained) * moves.cost
+    fees = torch.where(score >= score.amax(2, keepdim=True), moves.cost, math.inf)
+    sent = torch.zeros_like(gained).scatter_(2, fees.argmin(2, keepdim=True), x.unsqueeze(2))
+    return Plan(moves, sent)
