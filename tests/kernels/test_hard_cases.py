@@ -284,7 +284,7 @@ def test_linear_maximum(
     a, x = (t.to(DEVICE, torch.float64 if exact else torch.float32) for t in (case.w, case.x))
     moves = case.arcs(x)
     budget = case.eps * x.double().sum((1, 2, 3))
-    found = linear_maximum(a, x, budget, moves, exact=exact)
+    found = linear_maximum(a, x, budget, moves, exact=exact, point=True)
     plan = maximising_plan(a, x, budget, moves, found)
     size = 1e-10 if exact else 1e-6
     size *= float((a.double().abs() * x.double()).sum() + a.abs().max())
@@ -293,6 +293,9 @@ def test_linear_maximum(
     assert float(found.value) == pytest.approx(best, abs=size)  # sound and tight
     assert case.best is None or best == pytest.approx(case.best, abs=1e-6)
     z = plan.columns().double()
+    if found.z is not None:
+        assert float((found.z * a).sum()) == pytest.approx(best, abs=2 * size)
+        assert float(ball.distance(x.double(), found.z)) <= case.eps * (1 + 1e-5)
     assert float((z * a).sum()) == pytest.approx(best, abs=2 * size), "reached"
     torch.testing.assert_close(z.sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
     if case.eps > 0:

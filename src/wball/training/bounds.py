@@ -26,6 +26,9 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
     moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
     with torch.no_grad():
         a = g.detach()
-        found = linear_maximum(a, x, budget, moves, rounds=max_iter)
-        moved = maximising_plan(a, x.to(a.dtype), budget, moves, found).columns() - x
+        found = linear_maximum(a, x, budget, moves, rounds=max_iter, point=True)
+        z = found.z
+        if z is None:
+            z = maximising_plan(a, x.to(a.dtype), budget, moves, found).columns()
+        moved = z.to(a.dtype) - x
     return dot(g, moved)

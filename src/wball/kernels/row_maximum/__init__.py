@@ -83,6 +83,7 @@ class RowProblem:
         plain: whether there are neither charges nor box prices.
         dense: whether most pixels of the whole images have mass, so that all are listed on a GPU.
         exact: whether to search in float64, until the kink of ``h`` is found.
+        point: whether the maximiser is wanted, for rows over whole images.
     """
 
     coeff: Tensor
@@ -98,6 +99,7 @@ class RowProblem:
     plain: bool
     dense: bool = False
     exact: bool = False
+    point: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class RowMaximum:
         psi: the best price found.
         low, high: the last bracket of the price.
         n_iter: rounds of search.
+        z: the maximiser, float64, where the kernel makes it on the way.
     """
 
     value: Tensor
@@ -116,10 +119,18 @@ class RowMaximum:
     low: Tensor
     high: Tensor
     n_iter: Tensor
+    z: Tensor | None = None
 
 
 def linear_maximum(
-    a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, rounds: int = 60, exact: bool = False
+    a: Tensor,
+    x: Tensor,
+    budget: Tensor,
+    moves: Moves,
+    *,
+    rounds: int = 60,
+    exact: bool = False,
+    point: bool = False,
 ) -> RowMaximum:
     """``max <a, z>`` over the points that mass from ``x`` can reach at a cost of ``budget``.
 
@@ -129,7 +140,7 @@ def linear_maximum(
         budget: cost that may be spent per image, ``(B,)``.
         moves: the moves of the ground cost on these images.
         rounds: largest number of rounds of search.
-        exact: as in :class:`RowProblem`.
+        exact, point: as in :class:`RowProblem`.
     """
 
     def field() -> Field:
@@ -142,7 +153,7 @@ def linear_maximum(
     step = min((fee for *_, fee in listed if fee > 0), default=1.0)
     problem = RowProblem(
         a, torch.arange(len(a), device=a.device), None, x.double(), budget.double().clamp(min=0.0),
-        listed, (), step, lambda: None, field, True, True, exact,
+        listed, (), step, lambda: None, field, True, True, exact, point,
     )  # fmt: skip
     kernel = dispatch.load("row_maximum", dispatch.choose("row_maximum", x, moves))
     found: RowMaximum = kernel.row_maximum(problem, rounds)

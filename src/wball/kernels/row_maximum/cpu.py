@@ -83,12 +83,14 @@ class _Aim(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The smallest bound found, its price, the bracket of the price, and the number of steps."""
+    """The smallest bound found, its price, the bracket of the price, the share of the plan at its
+    low end in the maximum, and the number of steps."""
 
     value: float
     psi: float
     low: float
     high: float
+    share: float
     steps: int
 
 
@@ -96,17 +98,21 @@ def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
     """See :mod:`wball.kernels.row_maximum`."""
     exact = problem.exact
     effort = _Effort(float(problem.step), rounds if exact else 2 * rounds, 1e-12 if exact else 1e-6)
-    out = np.empty((5, len(problem.coeff)))
+    count, z = len(problem.coeff), None
+    out, maximiser = np.empty((5, count)), np.zeros((count, 0, 0, 0))
+    if problem.point:
+        maximiser = np.zeros(problem.coeff.shape)
+        z = torch.from_numpy(maximiser)
     if problem.plain:
-        _patches(problem, effort, out)
+        _patches(problem, effort, out, maximiser)
     else:
         _field(problem, problem.field(), effort, out)
     *found, steps = torch.from_numpy(out).unbind()
     value, psi, low, high = (part.to(problem.coeff.dtype) for part in found)
-    return RowMaximum(value, psi, low, high, steps.long())
+    return RowMaximum(value, psi, low, high, steps.long(), z)
 
 
-def _patches(problem: RowProblem, effort: _Effort, out: Any) -> None:
+def _patches(problem: RowProblem, effort: _Effort, out: Any, z: Any) -> None:
     """Maxima of rows without charges, whose options are listed here, row by row."""
     away = [m for m in problem.moves if m[:2] != (0, 0)]
     costs = sorted({d for *_, d in away})
@@ -134,7 +140,7 @@ def _patches(problem: RowProblem, effort: _Effort, out: Any) -> None:
     ways = _Ways(shifts, ring, len(costs), fees, wide, beyond, reach)
 
     def work(start: int, stop: int) -> None:
-        _rows(given, ways, effort, start, stop, out)
+        _rows(given, ways, effort, start, stop, out, z)
 
     height, width = coeff.shape[2] + 2 * reach, coeff.shape[3] + 2 * reach
     split(count, work, channels * height * width * (len(away) + 2 * len(fees)))
@@ -249,7 +255,7 @@ def _search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
     for s in range(count):
         still += stay[s] * mass[s]
     if high <= 0.0:
-        return _Found(still, 0.0, 0.0, 0.0, 0)
+        return _Found(still, 0.0, 0.0, 0.0, 0.0, 0)
     high *= 1.0 + 1e-6
     best, value_high, cost_high = still + budget * high, still + budget * high, 0.0
     psi_best, steps, base = high, 0, 0.0
@@ -279,13 +285,32 @@ def _search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
             high, value_high, cost_high = psi, value, cost
             if psi == 0.0:
                 break
-    return _Found(best, psi_best, low if bracketed else high, high, steps)
+    apart = cost_low - cost_high
+    share = (budget - cost_high) / apart if bracketed and apart > 0.0 else 0.0
+    low = low if bracketed else high
+    return _Found(best, psi_best, low, high, min(max(share, 0.0), 1.0), steps)
 
 
 @compiled(inner=True)
 def _store(out, n, found):  # type: ignore[no-untyped-def]
     out[0, n], out[1, n] = found.value, found.psi
     out[2, n], out[3, n], out[4, n] = found.low, found.high, found.steps
+
+
+@compiled(inner=True)
+def _add_best_moves(a, x, ways, psi, share, z):  # type: ignore[no-untyped-def]
+    """Add a share of an image's mass where the cheapest of its best moves at ``psi`` end."""
+    for c in range(a.shape[0]):
+        for r in range(a.shape[1]):
+            for k in range(a.shape[2]):
+                best, row, column = a[c, r, k], r, k
+                for m in range(ways.ring.size if x[c, r, k] > 0.0 else 0):
+                    down, across = r + ways.shifts[m, 0], k + ways.shifts[m, 1]
+                    if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
+                        score = a[c, down, across] - psi * ways.fee[ways.ring[m]]
+                        if score > best:
+                            best, row, column = score, down, across
+                z[c, row, column] += share * x[c, r, k]
 
 
 @compiled(fastmath=FAST)
@@ -333,7 +358,7 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=FAST)
-def _rows(given, ways, effort, start, stop, out):  # type: ignore[no-untyped-def]
+def _rows(given, ways, effort, start, stop, out, z):  # type: ignore[no-untyped-def]
     """List the options of rows ``start`` to ``stop``, and search their maxima."""
     coeff, image, corner, patched, x, budget = given
     shifts, ring, rings, fee, wide, elsewhere, reach = ways
@@ -418,4 +443,8 @@ def _rows(given, ways, effort, start, stop, out):  # type: ignore[no-untyped-def
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
         beyond = _Beyond(far, elsewhere[n])
         aim = _Aim(budget[n], effort.step, effort.rounds, effort.tol)
-        _store(out, n, _search(options, count, beyond, aim))
+        found = _search(options, count, beyond, aim)
+        _store(out, n, found)
+        if z.shape[1] > 0:
+            _add_best_moves(coeff[n], picture, ways, found.high, 1.0 - found.share, z[n])
+            _add_best_moves(coeff[n], picture, ways, found.low, found.share, z[n])
