@@ -168,6 +168,7 @@ def test_programs_of_large_images_equal_the_reference(
 
     monkeypatch.setattr(triton_plan, "WHOLE", 0)
     monkeypatch.setattr(triton_tiles, "BLOCK", 16)
+    monkeypatch.setattr(triton_tiles, "ALONE", 16)
     test_programs_equal_the_reference(case)
     request = replace(case, sweeps=1).request(torch.float64)
     exact, ours = reference.entropic_plan(request), triton_plan.entropic_plan(request)

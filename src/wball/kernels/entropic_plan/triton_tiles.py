@@ -48,12 +48,14 @@ from wball.kernels.triton_stencil import (
     staged_position,
     stencil,
     table_moments,
-    warps,
 )
 from wball.plan import SPREAD
 
-BLOCK = 1024
-"""Pixels of a tile: one for each thread of a program."""
+BLOCK, ALONE = 1024, 256
+"""Pixels of a tile, one for each thread: of programs that share an image, and that work alone (then
+several run on a multiprocessor)."""
+REGISTERS = 64
+"""Registers of a thread: the most that leaves room for 1024 threads on a multiprocessor."""
 CROWD = 16
 """Programs that work alone, for each multiprocessor: so many have memory of their own."""
 _COLD_PRICE, _COST_TOL, _SPREAD, _KAPPA, _PACE, _PACING, _SWEEPS, _PLAIN = map(
@@ -129,10 +131,10 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     x, box, batch, device = request.x, request.box, len(request.x), request.x.device
     table = stencil(request.moves, x)
-    block, rough = min(BLOCK, table.layout.block), x.dtype == torch.float32
+    team, teams = shared_out(batch, -(-table.layout.numel // BLOCK), processors(device))
+    block, rough = BLOCK if team > 1 else ALONE, x.dtype == torch.float32
     layout = table.layout._replace(block=block, offsets=table.in_code, rough=rough)
     tiles = -(-layout.numel // block)
-    team, teams = shared_out(batch, tiles, processors(device))
     s, t, kept, returned = table.stage(4, teams, device, torch.float64)
     planes = torch.empty((teams, _PLANES.value, layout.numel), dtype=torch.float64, device=device)
     told = torch.empty((teams, 4, _LANES.value), dtype=torch.float64, device=device)
@@ -146,7 +148,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         _tiles_kernel[(team * teams,)](
             given, out, TilesWork(s, t, kept, returned, planes, told, met, changed), table.tables[1],
             1, batch, team, request.sweeps if box is not None else 0, request.newton, CASE=case,
-            num_warps=32 if team > 1 else warps(block), num_stages=1,
+            num_warps=block // 32, num_stages=1, maxnreg=REGISTERS,
         )  # fmt: skip
     return out.plan()
 

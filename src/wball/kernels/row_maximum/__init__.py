@@ -36,8 +36,9 @@ NOWHERE = -1e30
 DOWN = 0.55
 """Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
 
-FLAT = 1e-15
-"""An exact search ends where the tangents meet this close to ``h``, relative to its size."""
+FLAT, FLAT_SINGLE = 1e-15, 1e-7
+"""A search in float64 or float32 ends where the tangents meet this close to ``h``, relative to its
+size."""
 
 
 @dataclass(frozen=True)

@@ -113,14 +113,8 @@ def maximising_plan(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: R
 
 def _best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:
     """The plan that moves all mass by the cheapest of the best moves at price ``psi``."""
-    ends, price = moves.ends(a, -math.inf), per_image(psi, a)
-    best, paid = torch.full_like(a, -math.inf), torch.full_like(a, math.inf)
-    choice = torch.zeros_like(a, dtype=torch.long)
-    for k in range(len(moves)):  # without a tensor of all options
-        fee = moves.cost[k]
-        score = ends(k) - price * fee
-        better = (score > best) | ((score == best) & (fee < paid))
-        best = torch.maximum(best, score)
-        paid, choice = torch.where(better, fee, paid), choice.masked_fill_(better, k)
-    sent = x.new_zeros((*a.shape[:2], len(moves), *a.shape[2:]))
-    return Plan(moves, sent.scatter_(2, choice[:, :, None], x[:, :, None]))
+    gained = torch.where(moves.allowed, moves.gather(a), -math.inf)
+    score = gained - per_image(psi, gained) * moves.cost
+    fees = torch.where(score >= score.amax(2, keepdim=True), moves.cost, math.inf)
+    sent = torch.zeros_like(gained).scatter_(2, fees.argmin(2, keepdim=True), x.unsqueeze(2))
+    return Plan(moves, sent)

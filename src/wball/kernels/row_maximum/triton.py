@@ -20,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.cost import Move, Moves
-from wball.kernels.row_maximum import DOWN, FLAT, NOWHERE, RowMaximum, RowProblem
+from wball.kernels.row_maximum import DOWN, FLAT, FLAT_SINGLE, NOWHERE, RowMaximum, RowProblem
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import block_of, read
 from wball.kernels.triton_stencil import why_not_here as _why_not
 
-BLOCK = 512
-"""Sources looked at together."""
-_DOWN, _FLAT, _NOWHERE = map(tl.constexpr, (DOWN, FLAT, NOWHERE))
+BLOCK, WHOLE = 512, 4096
+"""Sources looked at together, and of whole images."""
+_DOWN, _FLAT, _SINGLE, _NOWHERE = map(tl.constexpr, (DOWN, FLAT, FLAT_SINGLE, NOWHERE))
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -68,7 +68,7 @@ def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
         )  # fmt: skip
         tiers = 0 if field.away is None else len(field.away)
     if count:
-        block = min(BLOCK, max(32, block_of(channels * sources)))
+        block = min(WHOLE if whole else BLOCK, max(32, block_of(channels * sources)))
         _row_kernel[(count,)](
             given, (value, prices, n_iter), channels, choices, sources, height, width, float(problem.step),
             rounds, CASE=RowCase(tiers, block, whole, problem.exact),
@@ -264,8 +264,7 @@ def _row_kernel(
         meet = tl.where(drop > 0.0, (meet / tl.maximum(drop, 1e-300)).to(kind), high)
         meet = tl.maximum(tl.minimum(meet, high), low)
         below = value_low + slope_low * (meet - low).to(tl.float64)
-        if EXACT:
-            done = best - below <= _FLAT * (tl.abs(best) + tl.abs(value_low))
+        done = best - below <= (_FLAT if EXACT else _SINGLE) * (tl.abs(best) + tl.abs(value_low))
         trial = tl.where(steps % 3 == 2, 0.5 * (low + high), meet)
         # The budget is small against the mass: the best price is near the top, and 0 a bad end of
         # the bracket.
