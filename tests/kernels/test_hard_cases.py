@@ -40,7 +40,7 @@ from wball.kernels.column_problem import Best, LinearColumns, Problem, Quadratic
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.row_maximum import linear_maximum
-from wball.kernels.row_maximum.reference import maximising_plan
+from wball.kernels.row_maximum.reference import maximiser, maximising_plan
 from wball.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
@@ -284,7 +284,7 @@ def test_linear_maximum(
     a, x = (t.to(DEVICE, torch.float64 if exact else torch.float32) for t in (case.w, case.x))
     moves = case.arcs(x)
     budget = case.eps * x.double().sum((1, 2, 3))
-    found = linear_maximum(a, x, budget, moves, exact=exact, point=True)
+    found = linear_maximum(a, x, budget, moves, exact=exact)
     plan = maximising_plan(a, x, budget, moves, found)
     size = 1e-10 if exact else 1e-6
     size *= float((a.double().abs() * x.double()).sum() + a.abs().max())
@@ -292,14 +292,11 @@ def test_linear_maximum(
     best = maximum_by_definition(case, a, x, budget)
     assert float(found.value) == pytest.approx(best, abs=size)  # sound and tight
     assert case.best is None or best == pytest.approx(case.best, abs=1e-6)
-    z = plan.columns().double()
-    if found.z is not None:
-        assert float((found.z * a).sum()) == pytest.approx(best, abs=2 * size)
-        assert float(ball.distance(x.double(), found.z)) <= case.eps * (1 + 1e-5)
-    assert float((z * a).sum()) == pytest.approx(best, abs=2 * size), "reached"
-    torch.testing.assert_close(z.sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
-    if case.eps > 0:
-        assert float(ball.distance(x.double(), z)) <= case.eps * (1 + 1e-5), "inside"
+    for z in (plan.columns().double(), maximiser(a, x, budget, moves, found).double()):
+        assert float((z * a).sum()) == pytest.approx(best, abs=2 * size), "reached"
+        torch.testing.assert_close(z.sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
+        if case.eps > 0:
+            assert float(ball.distance(x.double(), z)) <= case.eps * (1 + 1e-5), "inside"
 
 
 def maximum_by_definition(case: Case, a: Tensor, x: Tensor, budget: Tensor) -> float:
@@ -353,7 +350,8 @@ def test_row_maximum(kernel: str, name: str) -> None:
     a, x = case.w.double().to(DEVICE), case.x.double().to(DEVICE)
     ball = WassersteinBall(case.eps, case.cost, box=None)
     rows = Rows(a, torch.zeros(1, dtype=torch.long, device=DEVICE))
-    answer = solve(ball.input_set(x, plans="window")._problem(rows, None, None), 40)
+    source = ball.input_set(x, plans="window")
+    answer = solve(source._field(rows, None, None), ball.budget(x), source.step, 40)
     found, psi = answer.value, answer.psi
     size = 1e-5 * float((a.abs() * x).sum() + a.abs().max())
     exact = ball.support(x, a, tol=1e-9)

@@ -113,12 +113,12 @@ def test_kernels_agree(kernel: str, kind: str) -> None:
     with it."""
     solve = solver("row_maximum", kernel)
     source, rows, box, charges = problem(kind)
-    made = source._problem(rows, box, charges)
-    expected = solver("row_maximum", "torch")(made, 40).value
-    answer = solve(made, 10)
+    field, budget = source._field(rows, box, charges), source.budget[rows.image]
+    expected = solver("row_maximum", "torch")(field, budget, source.step, 40).value
+    answer = solve(field, budget, source.step, 10)
     found, psi = answer.value, answer.psi
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    again = worth_of(made.field(), psi) + psi * made.budget
+    again = worth_of(field, psi) + psi * budget
     torch.testing.assert_close(found, again, rtol=1e-12, atol=1e-12)
 
 
@@ -130,5 +130,6 @@ def test_a_charge_that_is_no_number_is_no_bound(kernel: str) -> None:
     source, rows, box, charges = problem("charged")
     assert charges is not None
     charges.moves[1, 0, 3] = math.nan
-    found = solve(source._problem(rows, box, charges), 4).value
+    field, budget = source._field(rows, box, charges), source.budget[rows.image]
+    found = solve(field, budget, source.step, 4).value
     assert torch.isnan(found).tolist() == [False, True, False, False, False]

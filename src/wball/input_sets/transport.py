@@ -37,7 +37,7 @@ from wball.input_sets.base import ROUNDS, InputSet, Plans
 from wball.input_sets.detours import Detours, constant, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
 from wball.kernels import dispatch
-from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
+from wball.kernels.row_maximum import NOWHERE, Field
 from wball.kernels.row_maximum.reference import worth_of
 
 LIST_ALL = 8192
@@ -337,14 +337,12 @@ class TransportSet(InputSet):
             parts += [charges.moves, charges.out, charges.into]
         recorded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
         kernel = dispatch.load("row_maximum", self.kernel)
-        if recorded:
+        with torch.set_grad_enabled(recorded):
             field = self._field(rows, box, charges)
-            with torch.no_grad():
-                problem = self._problem(rows, box, charges, field)
-                psi = kernel.row_maximum(problem, rounds).psi
-            value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
-        else:
-            value = kernel.row_maximum(self._problem(rows, box, charges), rounds).value
+        found = kernel.row_maximum(field, budget, self.step, rounds)
+        value = found.value
+        if recorded:
+            value = worth_of(field, found.psi) + found.psi * budget.to(rows.coeff.dtype)
         if self.box is None:
             return value
         lo, hi = self.box
@@ -359,25 +357,6 @@ class TransportSet(InputSet):
         assert self.box is not None
         lo, hi = self.box
         return torch.maximum(hi * rows.coeff, lo * rows.coeff).flatten(1).sum(1)
-
-    def _problem(
-        self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field | None = None
-    ) -> RowProblem:
-        """The rows in the form that kernels expect; ``field`` is computed unless given."""
-        beyond = rows.corner is not None and self.far is not None
-        return RowProblem(
-            rows.coeff,
-            rows.image,
-            rows.corner,
-            self.x,
-            self.budget[rows.image],
-            self.moves,
-            self.tiers,
-            self.step,
-            lambda: self._elsewhere(rows)[0] if beyond else None,
-            lambda: self._field(rows, box, charges) if field is None else field,
-            box is None and charges is None,
-        )
 
     def gains(self, rows: Rows, charges: Charges | None) -> Charges:
         """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source,

@@ -9,7 +9,7 @@ from wball.ball import WassersteinBall
 from wball.cost import DenseCost
 from wball.inputs import dot
 from wball.kernels.row_maximum import linear_maximum
-from wball.kernels.row_maximum.reference import maximising_plan
+from wball.kernels.row_maximum.reference import maximiser
 
 
 def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
@@ -26,9 +26,6 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
     moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
     with torch.no_grad():
         a = g.detach()
-        found = linear_maximum(a, x, budget, moves, rounds=max_iter, point=True)
-        z = found.z
-        if z is None:
-            z = maximising_plan(a, x.to(a.dtype), budget, moves, found).columns()
-        moved = z.to(a.dtype) - x
+        found = linear_maximum(a, x, budget, moves, rounds=max_iter)
+        moved = maximiser(a, x, budget, moves, found) - x
     return dot(g, moved)

@@ -14,20 +14,21 @@ ends. Every ``psi >= 0`` gives a sound bound, so the search may stop anywhere an
 the bound that counts is evaluated in the precision of the rows. The plans that send mass by the
 best moves at both ends of the last bracket, mixed such that they cost ``E``, attain the maximum.
 
-``row_maximum(problem, rounds)`` of a kernel returns a :class:`RowMaximum` after at most so many
-rounds of search. Nothing is recorded for gradients.
+``row_maximum(field, budget, step, rounds, exact)`` of a kernel returns a :class:`RowMaximum`. The
+budgets are ``(N,)`` in float64, ``step`` is the cheapest move that costs anything; there are at
+most so many rounds of search, in float64 and until the kink of ``h`` is found if ``exact``. Nothing
+is recorded for gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from wball.cost import Move, Moves, StencilMoves
+from wball.cost import Moves
 from wball.kernels import dispatch
 
 NOWHERE = -1e30
@@ -67,43 +68,6 @@ class Field:
 
 
 @dataclass(frozen=True)
-class RowProblem:
-    """``N`` rows over images.
-
-    Attributes:
-        coeff: the rows ``(N, C, h, w)``, over patches or whole images.
-        image: ``(N,)``, the image of each row.
-        corner: top and left of each patch; ``None`` if rows are whole images.
-        x: the images ``(B, C, H, W)``, float64.
-        budget: ``(N,)``, float64.
-        moves: row, column and cost of the moves that are listed.
-        tiers: least cost and length in pixels of the others, in tiers.
-        step: the cheapest move that costs anything.
-        elsewhere: mass beyond the patches, as in :class:`Field`.
-        field: the rows as a field, with charges and box prices, made when it is asked for.
-        plain: whether there are neither charges nor box prices.
-        dense: whether most pixels of the whole images have mass, so that all are listed on a GPU.
-        exact: whether to search in float64, until the kink of ``h`` is found.
-        point: whether the maximiser is wanted, for rows over whole images.
-    """
-
-    coeff: Tensor
-    image: Tensor
-    corner: tuple[Tensor, Tensor] | None
-    x: Tensor
-    budget: Tensor
-    moves: Sequence[Move]
-    tiers: Sequence[tuple[float, int]]
-    step: float
-    elsewhere: Callable[[], Tensor | None]
-    field: Callable[[], Field]
-    plain: bool
-    dense: bool = False
-    exact: bool = False
-    point: bool = False
-
-
-@dataclass(frozen=True)
 class RowMaximum:
     """The maximum of each row, ``(N,)``.
 
@@ -112,7 +76,6 @@ class RowMaximum:
         psi: the best price found.
         low, high: the last bracket of the price.
         n_iter: rounds of search.
-        z: the maximiser, float64, where the kernel makes it on the way.
     """
 
     value: Tensor
@@ -120,18 +83,10 @@ class RowMaximum:
     low: Tensor
     high: Tensor
     n_iter: Tensor
-    z: Tensor | None = None
 
 
 def linear_maximum(
-    a: Tensor,
-    x: Tensor,
-    budget: Tensor,
-    moves: Moves,
-    *,
-    rounds: int = 60,
-    exact: bool = False,
-    point: bool = False,
+    a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, rounds: int = 60, exact: bool = False
 ) -> RowMaximum:
     """``max <a, z>`` over the points that mass from ``x`` can reach at a cost of ``budget``.
 
@@ -141,21 +96,19 @@ def linear_maximum(
         budget: cost that may be spent per image, ``(B,)``.
         moves: the moves of the ground cost on these images.
         rounds: largest number of rounds of search.
-        exact, point: as in :class:`RowProblem`.
+        exact: whether to search for the kink, in float64.
     """
-
-    def field() -> Field:
-        ends = moves.like(a).ends(a, NOWHERE)
-        worth = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in moves.rings], 2)
-        cost = moves.like(a).ring_cost.flatten(1)
-        return Field(x.to(a.dtype).flatten(2), a.flatten(2), worth.flatten(3), cost)
-
-    listed = list(moves) if isinstance(moves, StencilMoves) else []
-    step = min((fee for *_, fee in listed if fee > 0), default=1.0)
-    problem = RowProblem(
-        a, torch.arange(len(a), device=a.device), None, x.double(), budget.double().clamp(min=0.0),
-        listed, (), step, lambda: None, field, True, True, exact, point,
-    )  # fmt: skip
     kernel = dispatch.load("row_maximum", dispatch.choose("row_maximum", x, moves))
-    found: RowMaximum = kernel.row_maximum(problem, rounds)
+    moves, limit = moves.like(a), budget.double().clamp(min=0.0)
+    # The scale of the first price: any number serves where no move costs anything.
+    step = float(torch.where(moves.cost > 0, moves.cost, 1.0).min())
+    found: RowMaximum = kernel.row_maximum(whole_rows(a, x, moves), limit, step, rounds, exact)
     return found
+
+
+def whole_rows(a: Tensor, x: Tensor, moves: Moves) -> Field:
+    """Rows over whole images: for each distinct cost, the largest value that moves of this cost
+    reach."""
+    ends = moves.ends(a, NOWHERE)
+    worth = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in moves.rings], 2)
+    return Field(x.to(a).flatten(2), a.flatten(2), worth.flatten(3), moves.ring_cost.flatten(1))

@@ -10,21 +10,23 @@ from torch import Tensor
 
 from wball.cost import Moves
 from wball.inputs import largest, per_image
-from wball.kernels.row_maximum import DOWN, FLAT, Field, RowMaximum, RowProblem
+from wball.kernels.row_maximum import DOWN, FLAT, Field, RowMaximum, whole_rows
 from wball.plan import Plan
 
 
 @torch.no_grad()
-def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
+def row_maximum(
+    field: Field, budget: Tensor, step: float, rounds: int, exact: bool = False
+) -> RowMaximum:
     """See :mod:`wball.kernels.row_maximum`."""
-    field, precision = problem.field(), torch.float64 if problem.exact else torch.float32
-    seen, budget = field.to(precision), problem.budget.to(precision)
-    low, high = torch.zeros_like(budget), _steepest(seen, problem.step)
+    precision, dtype, limit = torch.float64 if exact else torch.float32, field.stay.dtype, budget
+    seen, budget = field.to(precision), budget.to(precision)
+    low, high = torch.zeros_like(budget), _steepest(seen, step)
     (value_low, cost_low), (value_high, cost_high) = _at(seen, low), _at(seen, high)
     value_high = value_high + budget * high
     psi = torch.where(value_high < value_low, high, low)
-    best, step = torch.minimum(value_low, value_high), 0
-    for step in range(rounds):
+    best, k = torch.minimum(value_low, value_high), 0
+    for k in range(rounds):
         # The tangents at both ends meet below the minimum, and soon at it.
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
@@ -32,23 +34,23 @@ def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
         meet = torch.where(drop > 0, meet / drop.clamp(min=1e-30), high).clamp(low, high)
         below = value_low + slope_low * (meet - low)
         flat = (best - below <= FLAT * (best.abs() + value_low.abs())) | (slope_low >= 0)
-        if problem.exact and bool(flat.all()):
+        if exact and bool(flat.all()):
             break
-        trial = 0.5 * (low + high) if step % 3 == 2 else meet
+        trial = 0.5 * (low + high) if k % 3 == 2 else meet
         # The budget is small against the mass: the best psi is near the top, and 0 a bad end.
         trial = torch.where(low > 0, trial, DOWN * high)
         worth, cost = _at(seen, trial)
         value, over = worth + budget * trial, cost > budget
         psi, best = torch.where(value < best, trial, psi), torch.minimum(value, best)
-        keep = over, flat & problem.exact
+        keep = over, flat & exact
         low, value_low, cost_low = _moved(keep, (low, value_low, cost_low), (trial, value, cost))
         keep = ~over, keep[1]
         high, value_high, cost_high = _moved(
             keep, (high, value_high, cost_high), (trial, value, cost)
         )
-    dtype, count = problem.coeff.dtype, torch.full_like(problem.image, step)
-    value = worth_of(field, psi.to(dtype)) + psi.to(dtype) * problem.budget.to(dtype)
-    return RowMaximum(value, psi.to(dtype), low.to(dtype), high.to(dtype), count)
+    psi, low, high = psi.to(dtype), low.to(dtype), high.to(dtype)
+    value = worth_of(field, psi) + psi * limit.to(dtype)
+    return RowMaximum(value, psi, low, high, torch.full_like(limit, k, dtype=torch.long))
 
 
 def _moved(
@@ -94,21 +96,38 @@ def _at(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
     return worth + value, cost + paid
 
 
-def maximising_plan(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: RowMaximum) -> Plan:
-    """The plan that attains a linear maximum."""
-    moves = moves.like(a)
-    # Kernels round scores differently: ends this far apart are on both sides of the kink for all.
+def _either_side(a: Tensor, moves: Moves, found: RowMaximum) -> tuple[Tensor, Tensor]:
+    """Prices on both sides of the kink: kernels round scores differently, and at the kink itself
+    the best moves would be a matter of rounding."""
     gain = largest(a) / torch.where(moves.cost > 0, moves.cost, math.inf).amin()
     apart = 8 * torch.finfo(a.dtype).eps * torch.maximum(gain, found.high)
-    dear, cheap = (
-        _best_plan(a, x, moves, psi.clamp(min=0.0))
-        for psi in (found.low - apart, found.high + apart)
-    )
-    cost = cheap.cost()
-    spread = dear.cost() - cost
-    part = torch.where(spread > 0, (budget - cost) / spread.clamp(min=1e-300), 0.0).clamp(0, 1)
-    part = per_image(part.to(dear.flow.dtype), dear.flow)
-    return Plan(moves, (1 - part) * cheap.flow + part * dear.flow)
+    return (found.low - apart).clamp(min=0.0), found.high + apart
+
+
+def _share(budget: Tensor, most: Tensor, least: Tensor) -> Tensor:
+    """The share of the dearer of two plans in a mixture that costs the budget."""
+    return ((budget - least) / (most - least).double().clamp(min=1e-300)).clamp(0, 1)
+
+
+def maximiser(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: RowMaximum) -> Tensor:
+    """The point at which a linear maximum is attained: the derivative of the maximum."""
+    moves, ends = moves.like(a), list[tuple[Tensor, Tensor]]()
+    for price in _either_side(a, moves, found):
+        with torch.enable_grad():
+            rows, psi = a.detach().requires_grad_(True), price.requires_grad_(True)
+            worth = worth_of(whole_rows(rows, x, moves), psi).sum()
+            z, earned = torch.autograd.grad(worth, (rows, psi))
+        ends.append((z, -earned))
+    (dear, most), (cheap, least) = ends
+    return torch.lerp(cheap, dear, per_image(_share(budget, most, least).to(a), a))
+
+
+def maximising_plan(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: RowMaximum) -> Plan:
+    """The plan that attains it."""
+    moves = moves.like(a)
+    dear, cheap = (_best_plan(a, x, moves, psi) for psi in _either_side(a, moves, found))
+    share = per_image(_share(budget, dear.cost(), cheap.cost()).to(a), dear.flow)
+    return Plan(moves, torch.lerp(cheap.flow, dear.flow, share))
 
 
 def _best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:

@@ -2,16 +2,13 @@
 program.
 
 The options of a row are read again for every price; they stay in the cache of a multiprocessor.
-Rows over whole images with mass everywhere have one option for each distinct cost, the largest
-value that moves of this cost reach: the program lists these itself. Unless the problem is exact,
-prices are compared in float32. Sums are taken in float64, and the bound at the best price is
-evaluated in the precision of the rows.
+Prices are compared in float32 unless the search is exact. Sums are taken in float64, and the bound
+at the best price is evaluated in the precision of the rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.cost import Move, Moves
-from wball.kernels.row_maximum import DOWN, FLAT, FLAT_SINGLE, NOWHERE, RowMaximum, RowProblem
+from wball.cost import Moves
+from wball.kernels.row_maximum import DOWN, FLAT, FLAT_SINGLE, Field, RowMaximum
 from wball.kernels.triton_launch import aligned, kernel
 from wball.kernels.triton_stencil import block_of, read
 from wball.kernels.triton_stencil import why_not_here as _why_not
 
-BLOCK, WHOLE = 512, 4096
-"""Sources looked at together, and of whole images."""
-_DOWN, _FLAT, _SINGLE, _NOWHERE = map(tl.constexpr, (DOWN, FLAT, FLAT_SINGLE, NOWHERE))
+BLOCK, MOST = 512, 4096
+"""Sources looked at together, and of rows that have more than that."""
+_DOWN, _FLAT, _SINGLE = map(tl.constexpr, (DOWN, FLAT, FLAT_SINGLE))
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -36,73 +33,34 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 
 @torch.no_grad()
-def row_maximum(problem: RowProblem, rounds: int) -> RowMaximum:
+def row_maximum(
+    field: Field, budget: Tensor, step: float, rounds: int, exact: bool = False
+) -> RowMaximum:
     """See :mod:`wball.kernels.row_maximum`."""
-    coeff, whole, count = problem.coeff, problem.dense, len(problem.coeff)
-    device = coeff.device
-    value = torch.empty(count, dtype=torch.float64, device=device)
-    prices = torch.empty((3, count), dtype=torch.float64, device=device)
-    n_iter = torch.empty(count, dtype=torch.int64, device=device)
-    if whole:
-        channels, height, width = coeff.shape[1:]
-        table, sources, tiers = _table(tuple(problem.moves), device), height * width, 0
-        choices = len(table.cost)
-        # Programs of exact problems, too, read float32 if the rows have no more.
-        options = torch.empty((count, channels, choices, sources), dtype=coeff.dtype, device=device)
-        given = RowGiven(
-            options, aligned(coeff), aligned(problem.x), table.cost, value, value, value, problem.budget,
-            aligned(problem.image), table.step, table.end,
-        )  # fmt: skip
-    else:
-        field = problem.field()
-        channels, choices, sources = field.worth.shape[1:]
-        height = width = 0
-        nothing = problem.image
-        far, elsewhere, away = (
-            nothing if part is None else aligned(part)
-            for part in (field.far, field.elsewhere, field.away)
-        )
-        given = RowGiven(
-            aligned(field.worth), aligned(field.stay), aligned(field.mass), aligned(field.cost),
-            far, elsewhere, away, problem.budget, nothing, nothing, nothing,
-        )  # fmt: skip
-        tiers = 0 if field.away is None else len(field.away)
+    (count, channels, choices, sources), dtype = field.worth.shape, field.stay.dtype
+    value = torch.empty(count, dtype=torch.float64, device=budget.device)
+    prices = torch.empty((4, count), dtype=torch.float64, device=budget.device)
+    far, elsewhere, away = (
+        budget if part is None else aligned(part)
+        for part in (field.far, field.elsewhere, field.away)
+    )
+    given = RowGiven(
+        aligned(field.worth), aligned(field.stay), aligned(field.mass), aligned(field.cost),
+        far, elsewhere, away, aligned(budget),
+    )  # fmt: skip
     if count:
-        block = min(WHOLE if whole else BLOCK, max(32, block_of(channels * sources)))
+        block = min(MOST if sources > MOST else BLOCK, max(32, block_of(channels * sources)))
         _row_kernel[(count,)](
-            given, (value, prices, n_iter), channels, choices, sources, height, width, float(problem.step),
-            rounds, CASE=RowCase(tiers, block, whole, problem.exact),
+            given, (value, prices), channels, choices, sources, float(step), rounds,
+            CASE=RowCase(0 if field.away is None else len(away), block, exact),
             num_warps=max(1, block // 128),
         )  # fmt: skip
-    psi, low, high = prices.to(coeff.dtype).unbind()
-    return RowMaximum(value.to(coeff.dtype), psi, low, high, n_iter)
-
-
-class _Rings(NamedTuple):
-    """Row and column offset of moves, sorted by cost; the distinct costs, and where the moves of
-    each end."""
-
-    step: Tensor
-    cost: Tensor
-    end: Tensor
-
-
-@lru_cache(maxsize=64)
-def _table(moves: tuple[Move, ...], device: torch.device) -> _Rings:
-    listed = sorted((fee, row, column) for row, column, fee in moves)
-    costs = sorted({fee for fee, *_ in listed})
-    ends = [sum(fee <= cost for fee, *_ in listed) for cost in costs]
-    steps = torch.tensor([move[1:] for move in listed], dtype=torch.int32)
-    return _Rings(
-        steps.flatten().to(device), torch.tensor(costs, dtype=torch.float64).to(device),
-        torch.tensor(ends, dtype=torch.int32).to(device),
-    )  # fmt: skip
+    psi, low, high, steps = prices.unbind()
+    return RowMaximum(value.to(dtype), psi.to(dtype), low.to(dtype), high.to(dtype), steps.long())
 
 
 class RowGiven(NamedTuple):
-    """The fields of :class:`~wball.kernels.row_maximum.Field`, and the budgets. Of rows over whole
-    images: memory for their options, the image of each row, and the moves as in
-    :class:`_Rings`."""
+    """The fields of :class:`~wball.kernels.row_maximum.Field`, and the budgets."""
 
     worth: Tensor
     stay: Tensor
@@ -112,9 +70,6 @@ class RowGiven(NamedTuple):
     elsewhere: Tensor
     away: Tensor
     budget: Tensor
-    image: Tensor
-    step: Tensor
-    end: Tensor
 
 
 class Size(NamedTuple):
@@ -127,36 +82,11 @@ class Size(NamedTuple):
 
 class RowCase(NamedTuple):
     """What the program is compiled for: tiers of mass beyond the patch, sources looked at
-    together, whether rows are over whole images, and exact."""
+    together, and whether prices are float64."""
 
     tiers: int
     block: int
-    whole: bool
     exact: bool
-
-
-@triton.jit
-def _list_options(row, size, height, width, CASE: tl.constexpr):
-    """For each distinct cost, the largest value where a move of this cost ends."""
-    channels, choices, sources = size
-    for first in tl.range(0, channels * sources, CASE.block):
-        place = first + tl.arange(0, CASE.block)
-        real = place < channels * sources
-        down, across = place % sources // width, place % width
-        option_ptr = row.worth + place // sources * (choices * sources) + place % sources
-        move = 0
-        for k in tl.range(0, choices):
-            best = tl.full([CASE.block], _NOWHERE, row.stay.dtype.element_ty)
-            last = tl.load(row.end + k)
-            while move < last:
-                r, c = tl.load(row.step + 2 * move), tl.load(row.step + 2 * move + 1)
-                inside = real & (down + r >= 0) & (down + r < height)
-                inside = inside & (across + c >= 0) & (across + c < width)
-                there = row.stay + place + r * width + c
-                best = tl.maximum(best, tl.load(there, mask=inside, other=_NOWHERE))
-                move += 1
-            tl.store(option_ptr + k * sources, best, mask=real)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -198,29 +128,23 @@ def _evaluate(row, psi, size, CASE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @kernel
-def _row_kernel(
-    given, out, channels, choices, sources, height, width, step, rounds, CASE: tl.constexpr
-):
+def _row_kernel(given, out, channels, choices, sources, step, rounds, CASE: tl.constexpr):
     BLOCK: tl.constexpr = CASE.block
     EXACT: tl.constexpr = CASE.exact
     kind: tl.constexpr = tl.float64 if EXACT else tl.float32
     n = tl.program_id(0).to(tl.int64)
     worth_ptr = given.worth + n * channels * choices * sources
     stay_ptr = given.stay + n * channels * sources
-    image = tl.load(given.image + n) if CASE.whole else n
-    mass_ptr = given.mass + image * channels * sources
+    mass_ptr = given.mass + n * channels * sources
     far_ptr, elsewhere_ptr = given.far, given.elsewhere
     if CASE.tiers > 0:
         far_ptr += n * channels
         elsewhere_ptr += n * channels * CASE.tiers
     budget = tl.load(given.budget + n)
     row = RowGiven(
-        worth_ptr, stay_ptr, mass_ptr, given.cost, far_ptr, elsewhere_ptr, given.away, given.budget,
-        given.image, given.step, given.end,
-    )  # fmt: skip
+        worth_ptr, stay_ptr, mass_ptr, given.cost, far_ptr, elsewhere_ptr, given.away, given.budget
+    )
     size = Size(channels, choices, sources)
-    if CASE.whole:
-        _list_options(row, size, height, width, CASE)
 
     # Above the steepest gain per unit of cost no mass moves.
     lane = tl.arange(0, BLOCK)
@@ -287,4 +211,4 @@ def _row_kernel(
     tl.store(out[1] + n, psi.to(tl.float64))
     tl.store(out[1] + count + n, low.to(tl.float64))
     tl.store(out[1] + 2 * count + n, high.to(tl.float64))
-    tl.store(out[2] + n, steps)
+    tl.store(out[1] + 3 * count + n, steps)
