@@ -30,11 +30,10 @@ No tensor with one entry per arc exists: every pass loops over the moves.
 The columns ``z`` of the plan then move towards the centre until they are provably in the ball:
 
 .. math::
-    z \leftarrow x + t\,D(z - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)).
+    z \leftarrow x + t\,(z - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)).
 
-``bar P`` is the plan after opposite flows cancel, ``delta`` bounds the rounding error of the flows,
-and ``D`` makes the mass lost equal to the mass gained in each channel where columns are summed in
-float32. Exponents are sums of potentials and prices. In float32 a sum of size ``M`` has an error of
+``bar P`` is the plan after opposite flows cancel, and ``delta`` bounds the rounding error of the
+flows. Exponents are sums of potentials and prices. In float32 a sum of size ``M`` has an error of
 a few ``M eps``, and each flow has this relative error: the flows that are priced and the flows that
 arrive may differ by that much. The next plan is requested with the budget ``kappa * budget``.
 ``kappa`` is adapted until the *net* cost is the budget.
