@@ -4,8 +4,9 @@
 training. ``public`` attacks public networks,
 ``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
 certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
-``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the
-port of the Adversarial Robustness Toolbox. Each has a ``--help`` of its own and writes ``results/NAME.json`` after every row.
+``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
+the Adversarial Robustness Toolbox. Each has a ``--help`` of its own and writes
+``results/NAME.json`` after every row.
 """
 
 from __future__ import annotations

@@ -144,10 +144,11 @@ def _certified(rows: dict[str, Row], smoothing: Path, name: str, eps: str) -> li
     )
     more = [row for row in measured if row["votes"] > 10_000]
     screen = [row for row in _content(smoothing)["rows"] if row["stage"] == "screen"]
+    networks, noises = (len({row[key] for row in screen}) for key in ("model", "noise"))
     said = [
-        f"{percent(best['authors'][eps])} (best of {len({r['model'] for r in screen})} networks of Levine & Feizi 2020 and "
-        f"{len({r['noise'] for r in screen})} noise levels: `{best['model']}` smoothed by noise {best['noise']:g}, 10,000 votes, "
-        "95 % confidence; same digits",
+        f"{percent(best['authors'][eps])} (best of {networks} networks of Levine & Feizi 2020 "
+        f"and {noises} noise levels: `{best['model']}` smoothed by noise {best['noise']:g}, "
+        "10,000 votes, 95 % confidence; same digits",
         f"{percent(tight['tight'][eps])} with our tight radius, `{tight['model']}`, noise {tight['noise']:g}",
     ]
     if more:
