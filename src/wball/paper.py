@@ -31,7 +31,7 @@ from wball import inputs
 from wball.inputs import dot, per_image
 from wball.kernels.log_products import LogProducts
 from wball.kernels.projected_sinkhorn.reference_sweeps import log_omega
-from wball.result import Duals, ProjectionResult, SinkhornResult
+from wball.result import ProjectionResult, SinkhornResult
 from wball.solvers.problem import TransportProblem, as_given, as_grid, statuses
 
 if TYPE_CHECKING:
@@ -138,8 +138,6 @@ def clamped(
     still = per_image((problem.budget <= 0) | (problem.mass <= 0), x)
     point = as_given(torch.where(still, x, found.point), x, ball.box)
     away, unknown = (w - point).double(), torch.full_like(found.value, math.nan)
-    tau = problem.mass / reg
-    duals = Duals((per_image(tau, found.beta) * found.beta).reshape(x.shape), tau * found.psi)
     return ProjectionResult(
-        point, dot(away, away) / 2, unknown, unknown, statuses(found.converged), found.n_iter, duals
+        point, dot(away, away) / 2, unknown, unknown, statuses(found.converged), found.n_iter
     )
