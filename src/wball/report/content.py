@@ -14,7 +14,7 @@ from wball.evaluation.requirements import Comparison, Requirement
 from wball.evaluation.result import PLAN, Evaluation
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
-from wball.report.ranking import Ranking, median_distance, rank, ranking_csv, shared_radii
+from wball.report.ranking import Ranking, median_distance, rank, ranking_csv
 from wball.report.transport import plan_moves
 
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
@@ -46,19 +46,20 @@ def make_content(
     subject = f"{'Wasserstein a' if kinds == {'WassersteinBall'} else 'A'}dversarial robustness"
     each = max(1, IMAGES // len(evaluations))
     return {
-        "decision": _decision(evaluations, names, requirements),
+        "checks": [
+            (name, check)
+            for e, name in zip(evaluations, names, strict=True)
+            for check in e.check(requirements).checks
+        ],
         "title": f"{subject}: {names[0] if len(names) == 1 else f'{len(names)} models'}",
         "unit": evaluations[0].unit,
-        "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "ranking": ranking,
         "comparisons": _comparisons(evaluations, names, ranking),
         "csv": ranking_csv(evaluations, names),
         "runs": [
             _run(e, name, ranking.reference) for e, name in zip(evaluations, names, strict=True)
         ],
-        "shared": shared_radii(evaluations),
         "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
-        "rows": _rows(evaluations),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
         "cards": sorted(
             (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each)),
@@ -78,26 +79,6 @@ def make_content(
             ],
         },
     }
-
-
-def _decision(
-    evaluations: Sequence[Evaluation],
-    names: Sequence[str],
-    requirements: Sequence[str | Requirement],
-) -> dict[str, Any] | None:
-    """The banner: whether every evaluation meets every requirement, with one line for each."""
-    if not requirements:
-        return None
-    checks = [
-        (name, c)
-        for e, name in zip(evaluations, names, strict=True)
-        for c in e.check(requirements).checks
-    ]
-    lines = [
-        {"passed": c.met, "text": f"{name}: {c.reason}" if len(names) > 1 else c.reason}
-        for name, c in checks
-    ]
-    return {"passed": all(c.met for _, c in checks), "lines": lines}
 
 
 def _comparisons(
@@ -124,93 +105,18 @@ def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
     """The template variables of one evaluation."""
-    ball, settings = e.settings["ball"], e.settings
     at = reference if e.measured_at(reference) else e.radii[-1]
-    headline = e.curve([at])[0]
     median, bounded = median_distance(e)
     return {
+        "e": e,
         "name": name,
         "images": len(e),
-        "data": settings["data"]["name"],
-        "clean": e.clean_accuracy,
-        "headline": headline,
-        "interval": headline.interval,
+        "headline": e.curve([at])[0],
         "median": median,
-        "transport": "cost" in ball,
         "bounds": bounded,
-        "reliability": e.reliability,
         "by_class": by_class(e, at),
-        "baseline": e.baseline,
-        "top": e.radii[-1],
         "audit": e.audit_summary(),
-        "rejected": [{**claim, "source": e.source(claim["index"])} for claim in e.rejected[:20]],
-        "warnings": list(e.doubts),
-        "attack": _attack(settings["attack"]),
-        "minimal": settings["mode"] == "minimal",
-        "certify": settings["certify"],
-        "threat": _threat(ball),
-        "seed": settings["seed"],
-        "parameters": settings["model"]["parameters"],
-        "sha256": settings["model"]["sha256"],
-        "data_sha256": settings["data"]["sha256"],
-        "provenance": e.provenance,
     }
-
-
-def _attack(attack: dict[str, Any]) -> str:
-    """The attack in words."""
-    if attack["name"] == "StandardAttack":
-        return f"StandardAttack, {attack['version']}, version {attack['version_number']}"
-    shown = {
-        k: v
-        for k, v in attack.items()
-        if k in ("objective", "steps", "step_size", "reg", "random_start")
-    }
-    return f"{attack['name']} ({', '.join(f'{k} {v}' for k, v in shown.items())})"
-
-
-def _threat(ball: dict[str, Any]) -> str:
-    """The threat model in words."""
-    box = (
-        "no box"
-        if ball.get("box") is None
-        else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
-    )
-    if "cost" not in ball:
-        return f"{ball['kind']}, {box}"
-    if ball["cost"] == "grid":
-        moves = f"moves within {ball['window']} × {ball['window']} pixels, charged by distance"
-        moves += "" if ball["p"] == 1 else f" to the power {ball['p']:g}"
-    else:
-        moves = f"moves charged by a {ball['cost']} of costs"
-    unit = (
-        "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
-    )
-    return f"Wasserstein ball, {unit}; {moves}; {box}"
-
-
-def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` where it was not
-    evaluated."""
-    rows = []
-    for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
-        cells: list[dict[str, Any] | None] = []
-        for e in evaluations:
-            if not e.measured_at(eps):
-                cells.append(None)
-                continue
-            accuracy, certified = e.accuracy_at(eps), e.certified_at(eps)
-            cells.append(
-                {
-                    "accuracy": accuracy,
-                    "interval": e.interval(accuracy),
-                    "certified": certified,
-                    "undecided": None if certified is None else accuracy - certified,
-                    "broken": 1 - accuracy,
-                }
-            )
-        rows.append({"eps": eps, "cells": cells})
-    return rows
 
 
 def _curve(e: Evaluation) -> dict[str, Any]:
