@@ -81,7 +81,7 @@ def perform(names: Sequence[str], settings: Settings) -> int:
     """Do what the words on the command line ask for."""
     first, *others = names
     if first == "list":
-        print(run.overview().text())
+        print(run.overview())
         return 0
     if first == "figures":
         paths = run.draw(others or run.stored(settings.out), settings.out)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch
 
 from reproduction import authors, certificates, curves, nominal, page, pictures, timings, trained
 from reproduction.recipe import Recipe
-from reproduction.tables import Table
 from reproduction.workshop import Clock, Settings, Workshop
 from wball import provenance
 from wball.ball import WassersteinBall
@@ -55,10 +56,15 @@ def recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def overview() -> Table:
-    """The recipes, for `list`."""
-    return Table(
-        ["recipe", "in the paper", "what"], [[r.name, r.place, r.title] for r in RECIPES.values()]
+def overview() -> str:
+    """The recipes, for `list`: name, place in the paper, title; at most 100 columns."""
+    rows = [(r.name, re.split("[.,] ", r.place)[0], r.title) for r in RECIPES.values()]
+    wide = [max(len(row[k]) for row in rows) + 2 for k in range(2)]
+    return "\n".join(
+        textwrap.fill(
+            f"{name:{wide[0]}}{place:{wide[1]}}{title}", 100, subsequent_indent=" " * sum(wide)
+        )
+        for name, place, title in rows
     )
 
 

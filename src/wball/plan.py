@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wball.cost import ALL, Moves
+from wball.display import Summarised
 from wball.inputs import dot, per_image
 
 REPAIR_SWEEPS = 200
@@ -33,10 +34,13 @@ still make up for it."""
 AnyPlan = TypeVar("AnyPlan", bound="StoredPlan")
 
 
-class StoredPlan(ABC):
+class StoredPlan(ABC, Summarised):
     """Plans of a batch of images: moves, and tensors with one entry per image."""
 
     moves: Moves
+
+    def headline(self) -> dict[str, str]:
+        return {"images": str(len(self.tensors()[0]))}
 
     @abstractmethod
     def arcs(self) -> Tensor:
@@ -98,7 +102,7 @@ class StoredPlan(ABC):
         return type(self)(self.moves, *tensors)  # type: ignore[call-arg]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FactoredPlan(StoredPlan):
     r"""Plans stored as a few images each instead of one number per move.
 
@@ -177,7 +181,7 @@ class FactoredPlan(StoredPlan):
         return torch.where(idle, 0.0, scale * net)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(StoredPlan):
     """Plans with one number per move.
 

@@ -33,12 +33,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball import inputs
+from wball.display import Summarised
 from wball.inputs import per_image, result_dtype
 from wball.model import Model, ask, evaluating, top_class
 
 
-@dataclass(frozen=True)
-class SmoothingResult:
+@dataclass(frozen=True, repr=False)
+class SmoothingResult(Summarised):
     """The outcome of smoothing for each image.
 
     Attributes:
@@ -56,6 +57,10 @@ class SmoothingResult:
     probability: Tensor
     alpha: float
     samples: int
+
+    def headline(self) -> dict[str, str]:
+        shown = {"images": str(len(self.radius)), "abstained": str(int(self.abstained.sum()))}
+        return {**shown, "median radius": f"{float(self.radius.median()):.4g}"}
 
     def certified(self, y: Tensor, eps: float = 0.0) -> Tensor:
         """Which images are classified correctly and certified beyond ``eps``."""

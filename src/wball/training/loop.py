@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
+from wball.display import Summarised
 from wball.progress import bar as progress_bar
 from wball.provenance import describe_settings
 from wball.storage.files import check_file, clear_parts, locked, write_tensors, write_whole
@@ -51,8 +52,8 @@ QUEUED = 8
 """Steps between synchronisations with the GPU under a time limit."""
 
 
-@dataclass(frozen=True)
-class TrainResult:
+@dataclass(frozen=True, repr=False)
+class TrainResult(Summarised):
     """The result of a training run.
 
     Attributes:
@@ -64,6 +65,9 @@ class TrainResult:
     model: nn.Module
     history: list[Record]
     card: dict[str, Any]
+
+    def headline(self) -> dict[str, str]:
+        return {"model": type(self.model).__name__, "epochs": str(len(self.history))}
 
 
 @torch.inference_mode(False)
