@@ -1,7 +1,6 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
 from wball.evaluation.exhibit import explore
-from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
     Check,
     Comparison,
@@ -38,5 +37,4 @@ __all__ = [
     "explore",
     "exit_code",
     "load_evaluation",
-    "merge_evaluations",
 ]

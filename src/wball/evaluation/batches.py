@@ -203,13 +203,11 @@ class Batches:
         """Store a batch. The journal of its attack is then not needed any more."""
         stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
         write_tensors(self.path(batch.notes["batch"]), stored, batch.notes)
-        self._journal(batch).clear()
+        for path in self.store.glob(f"{self._journal_name(batch)}-*"):
+            path.unlink()
 
-    def _journal(self, batch: _Batch) -> Journal:
-        """The journal of a batch at the radius where it is."""
-        number, stage = batch.notes["batch"], batch.notes["done"]
-        name, run = f"members-{number:05d}", {**self._identity(number), "stage": stage}
-        return Journal(self.store, name, self.ball, self.data.device, run)
+    def _journal_name(self, batch: _Batch) -> str:
+        return f"members-{batch.notes['batch']:05d}"
 
     def _resume(self, number: int) -> _Batch:
         """The stored batch, or a new one."""
@@ -287,7 +285,9 @@ class Batches:
         here = left.to(batch.x.device)
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
         if isinstance(attack, StandardAttack):
-            attack = replace(attack, journal=self._journal(batch))
+            run = {**self._identity(batch.notes["batch"]), "stage": batch.notes["done"]}
+            journal = Journal(self.store / self._journal_name(batch), self.ball, run)
+            attack = replace(attack, journal=journal)
         if self.minimal and not isinstance(attack, FunctionAttack):
             attack = FunctionAttack(attack.ball, partial(smallest, attack))
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
