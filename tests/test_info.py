@@ -17,7 +17,7 @@ def test_json_names_every_kernel_with_its_reasons(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WBALL_KERNEL", raising=False)
-    assert main(["info", "--json"]) == 0
+    assert main(["info"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["kernels"]) == set(dispatch.KERNELS)
     assert report["kernels"]["torch"]["cpu"] is None
@@ -42,7 +42,7 @@ def test_table_says_why_not(
 
 
 def test_no_loop_is_left_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--compile", "--json"]) == 0
+    assert main(["info", "--compile"]) == 0
     assert json.loads(capsys.readouterr().out)["wball"]
     for operation in dispatch.OPERATIONS:
         for name, loop in vars(dispatch.load(operation, "cpu")).items():

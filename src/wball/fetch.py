@@ -42,42 +42,6 @@ class Mirrors:
     folder: str
 
 
-SOURCES = {
-    "mnist": Mirrors(
-        (
-            "https://ossci-datasets.s3.amazonaws.com/mnist/",
-            "https://storage.googleapis.com/cvdf-datasets/mnist/",
-            "http://yann.lecun.com/exdb/mnist/",
-        ),
-        {
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-        "mnist",
-    ),
-    "fashion-mnist": Mirrors(
-        (
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
-        ),
-        {
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
-        "fashion-mnist",
-    ),
-    "cifar10": Mirrors(
-        ("https://www.cs.toronto.edu/~kriz/",),
-        {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
-        "cifar-10-batches-bin",
-    ),
-}
-
-
 class DownloadError(OSError):
     """No mirror has the file. The message lists the response of each mirror, and what to do."""
 
@@ -103,7 +67,7 @@ def download(
         timeout: seconds without an answer after which the next mirror is tried.
     """
     info = dataset_info(name)
-    source = source or SOURCES[info.name]
+    source = source or Mirrors(info.mirrors, info.files, info.folders[0])
     folder = Path(root) / source.folder
     if _complete(source, folder):  # no lock: the disk may be read-only
         return folder

@@ -85,18 +85,3 @@ def compile_kernels() -> None:
         ball.project(x, x.flip(3), reg=reg)
     ball.sample(x)
     wball.certify(net, x, net(x).argmax(1), ball.at(0.5))
-
-
-def show(report: dict[str, Any]) -> None:
-    """Print the report."""
-    print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
-    print(", ".join(f"{name} {version}" for name, version in report["packages"].items()))
-    print(f"{report['threads']} threads on {report['cpus']} CPUs")
-    print(f"devices: {'; '.join(report['devices'])}")
-    print(f"kernels (WBALL_KERNEL={report['requested']}):")
-    for name, reasons in report["kernels"].items():
-        for device, reason in reasons.items():
-            chosen = ", chosen" if report["automatic"].get(device) == name else ""
-            print(
-                f"  {name:7} on {device:5} {'yes' + chosen if reason is None else 'no: ' + reason}"
-            )

@@ -356,7 +356,7 @@ def test_lists(here: Path, capsys: Capture) -> None:
     assert json.loads(out)["architecture"] == "mnist-cnn"
     code, out, _ = said(capsys, "data")
     assert code == 0 and "fashion-mnist" in out
-    content = json.loads(said(capsys, "info", "--json")[1])
+    content = json.loads(said(capsys, "info")[1])
     assert content["wball"] == wball.__version__ and content["kernels"]["torch"]["cpu"] is None
 
 

@@ -100,13 +100,12 @@ def info(
     compile_kernels: Annotated[
         bool, typer.Option("--compile", help="compile the CPU kernels now (takes a minute)")
     ] = False,
-    as_json: options.AsJson = False,
 ) -> int:
-    """Show versions, devices and kernels on this machine, for bug reports."""
+    """Show versions, devices and kernels on this machine, as JSON for bug reports."""
     from wball import info as installation
 
     if compile_kernels:
         installation.compile_kernels()
     report = installation.info()
-    (print_json if as_json else installation.show)(report)
+    print_json(report)
     return 0 if report["automatic"] else 1

@@ -6,6 +6,7 @@ No pickle is read: CIFAR-10 is used in its binary version.
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import math
 import os
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,59 +33,37 @@ _CIFAR10_BYTES = 1 + 3 * 32 * 32
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A known data set: its images and classes, and the folders (below a root) to look in."""
+    """A known data set (``datasets.json``).
+
+    Attributes:
+        name: name for :func:`load_dataset`.
+        title: name in texts.
+        shape: shape of an image.
+        classes: names of the classes.
+        folders: folders (below a root) to look in; it is downloaded to the first.
+        mirrors: where it is downloaded from, in order of preference.
+        files: the files there, with their MD5.
+    """
 
     name: str
     title: str
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     folders: tuple[str, ...]
+    mirrors: tuple[str, ...]
+    files: dict[str, str]
 
 
-_DATASETS = {
-    d.name: d
-    for d in (
-        DatasetInfo(
-            "mnist", "MNIST", (1, 28, 28), tuple("0123456789"), ("mnist", "MNIST/raw", "MNIST", ".")
-        ),
-        DatasetInfo(
-            "fashion-mnist",
-            "Fashion-MNIST",
-            (1, 28, 28),
-            (
-                "T-shirt",
-                "trouser",
-                "pullover",
-                "dress",
-                "coat",
-                "sandal",
-                "shirt",
-                "sneaker",
-                "bag",
-                "ankle boot",
-            ),
-            ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "."),
-        ),
-        DatasetInfo(
-            "cifar10",
-            "CIFAR-10",
-            (3, 32, 32),
-            (
-                "airplane",
-                "automobile",
-                "bird",
-                "cat",
-                "deer",
-                "dog",
-                "frog",
-                "horse",
-                "ship",
-                "truck",
-            ),
-            ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10", "."),
-        ),
-    )
-}
+def _read() -> dict[str, DatasetInfo]:
+    text = (resources.files(__package__) / "datasets.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        for row in json.loads(text)
+    ]
+    return {row["name"]: DatasetInfo(**row) for row in rows}
+
+
+_DATASETS = _read()
 
 
 def datasets() -> dict[str, DatasetInfo]:
