@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wball.evaluation.requirements import Comparison, Requirement
-from wball.evaluation.result import PLAN, Evaluation
+from wball.evaluation.result import Evaluation
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
 from wball.report.ranking import Ranking, median_distance, rank, ranking_csv
@@ -62,8 +62,8 @@ def make_content(
         "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
         "cards": sorted(
-            (c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each)),
-            key=lambda card: list(OUTCOMES).index(card["outcome"]),
+            (c for k, e in enumerate(evaluations) for c in _cards(e, k, each)),
+            key=lambda card: card["order"][0],
         ),
         "classes": list(
             dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"])
@@ -149,9 +149,9 @@ def _shows_images(e: Evaluation) -> bool:
     return "original" in e.exhibit and e.exhibit["original"].ndim == 4
 
 
-def _cards(e: Evaluation, name: str, run: int, count: int) -> list[dict[str, Any]]:
+def _cards(e: Evaluation, run: int, count: int) -> list[dict[str, Any]]:
     """The gallery: broken images, smallest distance first, then those that survived or were
-    misclassified."""
+    misclassified. The template reads classes and radii from the evaluation."""
     if not _shows_images(e):
         return []
     examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}
@@ -159,38 +159,15 @@ def _cards(e: Evaluation, name: str, run: int, count: int) -> list[dict[str, Any
     for k, i in enumerate(e.exhibit["index"].tolist()):
         if int(e.images["read_as"][i]) >= 0 and i not in examples:
             continue  # broken, and its example was not kept
-        x = e.exhibit["original"][k]
-        label, predicted = int(e.images["label"][i]), int(e.images["predicted"][i])
-        outcome = "wrong" if label != predicted else "broken" if i in examples else "survived"
-        card = {
-            "run": run,
-            "name": name,
-            "index": i,
-            "source": e.source(i),
-            "label": e.class_name(label),
-            "predicted": e.class_name(predicted),
-            "outcome": outcome,
-            "original": image_uri(x),
-            "radius": None,
-            "distance": None,
-            "bound": False,
-            "read_as": e.class_name(predicted) if outcome == "wrong" else None,
-            "change": None,
-            "adversarial": None,
-            "certified": float(e.images["certified"][i]),
-        }
+        x, right = e.exhibit["original"][k], bool(e.images["label"][i] == e.images["predicted"][i])
+        outcome = "wrong" if not right else "broken" if i in examples else "survived"
+        card = {"run": run, "e": e, "index": i, "outcome": outcome, "original": image_uri(x)}
+        card["order"] = list(OUTCOMES).index(outcome), float(e.images["distance"][i]), i
         if outcome == "broken":
             z = e.examples["adversarial"][examples[i]]
-            card |= {
-                "radius": float(e.images["radius"][i]),
-                "distance": float(e.images["distance"][i]),
-                "bound": int(e.images["proof"][i]) == PLAN,
-                "read_as": e.class_name(int(e.images["read_as"][i])),
-                "change": change_uri(z - x),
-                "adversarial": image_uri(z),
-            }
+            card |= {"change": change_uri(z - x), "adversarial": image_uri(z)}
         cards.append(card)
-    cards.sort(key=lambda c: (list(OUTCOMES).index(c["outcome"]), c["distance"] or 0.0, c["index"]))
+    cards.sort(key=lambda card: card["order"])
     if len(cards) > count:
         cards = [cards[round(k * (len(cards) - 1) / max(1, count - 1))] for k in range(count)]
     return cards
