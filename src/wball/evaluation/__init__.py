@@ -9,7 +9,7 @@ from wball.evaluation.requirements import (
     confidence_interval,
 )
 from wball.evaluation.result import (
-    Curve,
+    AccuracyCurve,
     CurvePoint,
     Evaluation,
     EvaluationWarning,
@@ -24,7 +24,7 @@ __all__ = [
     "Comparison",
     "CurvePoint",
     "Decision",
-    "Curve",
+    "AccuracyCurve",
     "Evaluation",
     "EvaluationWarning",
     "FolderInUse",

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus, StandardAttack, minimal_radius
@@ -581,6 +580,8 @@ def default_batch_size(x: Tensor, model: Model) -> int:
     pixels = x[:1].numel()
     if x.is_cuda:
         return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton, where it is installed
+
     with FlopCounterMode(display=False) as counter, torch.no_grad(), as_found(model, x.device):
         ask(model, x[:1])
     work = max(1, counter.get_total_flops())

@@ -114,7 +114,7 @@ class CurvePoint:
     measured: bool = True
 
 
-class Curve(tuple[CurvePoint, ...]):
+class AccuracyCurve(tuple[CurvePoint, ...]):
     """The accuracies of one evaluation at several radii, ascending."""
 
     def to_pandas(self) -> Any:
@@ -122,7 +122,7 @@ class Curve(tuple[CurvePoint, ...]):
         return _data_frame([asdict(point) for point in self])
 
     def __repr__(self) -> str:
-        return f"<Curve: {', '.join(f'{p.eps:g}: {percent(p.accuracy)}' for p in self)}>"
+        return f"<AccuracyCurve: {', '.join(f'{p.eps:g}: {percent(p.accuracy)}' for p in self)}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -341,9 +341,9 @@ class Evaluation(Summarised):
             return None
         return _share(self._right & (self.images["certified"] >= eps))
 
-    def curve(self, radii: Sequence[float] | None = None) -> Curve:
+    def curve(self, radii: Sequence[float] | None = None) -> AccuracyCurve:
         """Accuracies at radius 0 and at the evaluated radii, or at the given ones."""
-        return Curve(
+        return AccuracyCurve(
             self._point(float(r)) for r in ([0.0, *self.radii] if radii is None else radii)
         )
 
