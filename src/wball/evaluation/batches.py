@@ -153,7 +153,7 @@ class Batches:
         attack, first = self.attack.at(self.radii[-1]), self.data.take(self._part(0))
         version = attack.version if isinstance(attack, StandardAttack) else None
         steps = attack.n_gradients
-        few = attack.members()[0] if isinstance(attack, StandardAttack) else attack
+        few = attack.members()[0].on(attack.ball) if isinstance(attack, StandardAttack) else attack
         if not isinstance(few, SteppedAttack) or self.path(0).is_file():
             return
         for count in (1, STEPS_TIMED):  # the first may compile
