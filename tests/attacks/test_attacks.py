@@ -389,12 +389,16 @@ def test_empty_batch(net: nn.Module) -> None:
         )
 
 
-def test_progress_bar_is_silent_unless_asked(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_silent_unless_asked(
+    case: Case, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("dual averaging", "pgd", "fast"):  # not requested, not even on a terminal
         ATTACKS[name](case.net, case.images[:2], case.labels[:2])
         assert capfd.readouterr().err == ""
+    monkeypatch.setattr("wball.progress._overwrites", lambda: True)  # a terminal
+    monkeypatch.setattr("wball.progress.REDRAWN", 0.0)
     shown = replace(ATTACKS["dual averaging"], progress=True)(*case)
-    assert "10" in capfd.readouterr().err  # images
+    assert "DualAveraging  =" in capfd.readouterr().err
     assert_same(shown, ATTACKS["dual averaging"](*case), tol=0)
 
 
@@ -407,7 +411,7 @@ def test_progress_bar_is_silent_unless_asked(case: Case, capfd: pytest.CaptureFi
         (lambda net, x, y: (net, x[:3], y[:3]), "2 values for 3 images"),
         (lambda net, x, y: (lambda z: net(z).argmax(1), x, y), "floating-point logits"),
         (lambda net, x, y: (lambda z: net(z)[:, :, None].expand(-1, -1, 2), x, y), "logits of"),
-        (lambda net, x, y: (lambda z: net(z).amax(1), x, y), "the model has 2 classes"),
+        (lambda net, x, y: (lambda z: net(z).amax(1), x, y), r"wrap it in wball.Binary\(model\)"),
         (lambda net, x, y: (net, x.numpy(), y), "torch.as_tensor"),
         (lambda net, x, y: ("net", x, y), "callable"),
     ],
