@@ -4,7 +4,6 @@ The factors of a repair are staged with the terms they belong to (``s`` with ``k
 ``give``), so that two buffers per image suffice.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,6 +1,5 @@
 """Triton kernels that are compiled once for all batches."""
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 import inspect

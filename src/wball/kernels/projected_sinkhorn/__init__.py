@@ -36,7 +36,8 @@ the estimated gap rises, the memory is dropped and later steps are scaled by les
 plan is then a product of factors. The sweeps of such an image end, with whatever gap it has.
 
 **Margin.** A repair sends the excess of full columns back, and inside a full area there is no room
-for it. Full columns therefore aim below ``hi``, by an amount that costs a share of the gap.
+for it. Full columns therefore aim below ``hi``, by an amount that costs a share of the gap and is a
+share of what moves: what stays cannot leave at any price.
 
 **Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w -
 u``, ``c = clip(v)``,
@@ -84,7 +85,7 @@ is below this share of its difference to the last."""
 
 MARGIN, WIDEST_MARGIN = 0.2, 5e-4
 """Full columns aim below ``hi`` such that it costs this share of the allowed gap, to first and to
-second order, but at most by this share of the box."""
+second order, but at most by this share of the budget per pixel, and by this share of the box."""
 
 FIRST, LEAST = 0.5, 0.02
 """An image offers its plan when the estimate is below ``FIRST`` times the tolerance, halved after

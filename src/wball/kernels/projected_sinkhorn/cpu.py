@@ -322,6 +322,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             pressed = sweeps.pressure(work, count, heat, hi)
             margin = MARGIN * tol * size
             margin = min(margin / max(pressed, TINY), math.sqrt(2 * margin / count))
+            margin = min(margin, MARGIN * budget[m] / count)
             margin = min(margin, WIDEST_MARGIN * (hi - lo)) if hi < math.inf else 0.0
             most = math.log(hi - margin)
             sweeps.solve_columns(work, count, log_heat, least, most, steps == 0)

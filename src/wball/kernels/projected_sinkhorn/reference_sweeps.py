@@ -54,6 +54,7 @@ def sweep(problem: settings.Projection, s: Unfinished, step: int) -> Swept:
     pressed = image_sums((s.w - tau * s.beta - hi).clamp(min=0.0))
     worth = settings.MARGIN * problem.tol * s.size
     margin = torch.minimum(worth / pressed.clamp(min=TINY), (2 * worth / s.x[0].numel()).sqrt())
+    margin = torch.minimum(margin, settings.MARGIN * s.budget / s.x[0].numel())
     margin = margin.clamp(max=settings.WIDEST_MARGIN * (hi - lo) if hi < math.inf else 0.0)
     log_s = torch.log(columns.clamp(min=TINY)) - s.beta
     level = log_omega(s.w / tau + log_s - torch.log(tau)) + torch.log(tau)

@@ -10,7 +10,6 @@ same program in float64 continues images whose potentials are too wide for float
 images: a few more sweeps, then point, plan, cost and gap of the same numbers, to the last bit.
 """
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 from functools import lru_cache
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.cost import Moves
+from wball.cost import Moves, StencilMoves
 from wball.kernels.projected_sinkhorn import (
     DEPENDENT,
     DOUBT,
@@ -80,8 +79,8 @@ be the potential's place."""
 _FIRST, _LEAST, _PAUSE, _PSI_TOL, _PARTS, _REMEMBERED, _ROWS = map(
     tl.constexpr, (FIRST, LEAST, PAUSE, PSI_TOL, PARTS, REMEMBERED, ROWS)
 )
-_DOUBT, _DEPENDENT, _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = map(
-    tl.constexpr, (DOUBT, DEPENDENT, WIDEST_MARGIN, FAR, EXCESS, LESS)
+_DOUBT, _DEPENDENT, _MARGIN, _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = map(
+    tl.constexpr, (DOUBT, DEPENDENT, MARGIN, WIDEST_MARGIN, FAR, EXCESS, LESS)
 )
 _RESOLUTION = tl.constexpr(16.0)  # roundings by which the cost may miss the budget at any price
 
@@ -94,6 +93,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     x, tol = aligned(problem.x), problem.tol
+    assert isinstance(problem.moves, StencilMoves)
     table = stencil(problem.moves, x)
     layout, batch, device = table.layout, x.shape[0], x.device
     lo, hi = problem.ends
@@ -373,7 +373,8 @@ def _projection_kernel(given, written, table, limits, one, max_iter, batch, CASE
         scale += tol * at_centre.to(REAL)
         unspent = tl.maximum(tl.abs(budget - cost) - RESOLUTION * budget, 0.0)
         margin = tl.minimum(
-            margin_tol * scale / tl.maximum(pressed, 1e-30), _WIDEST_MARGIN * (hi - lo)
+            margin_tol * scale / tl.maximum(pressed, 1e-30),
+            tl.minimum(_WIDEST_MARGIN * (hi - lo), _MARGIN * budget / N),
         )
         margin = tl.where(pressed > 0.0, margin, 0.0)
         estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (

@@ -22,7 +22,6 @@ are not at their kinks have no curvature of their own, which makes no difference
 gradients.
 """
 
-# mypy: ignore-errors
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
@@ -117,6 +116,7 @@ def proximal_newton(
     """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move
     nothing."""
     x, moves, columns = problem.x, problem.moves, problem.columns
+    assert isinstance(moves, StencilMoves)
     table, batch, device = stencil(moves, x), x.shape[0], x.device
     layout, count = table.layout, len(moves)
     shares = count if problem.exact else 2 * count

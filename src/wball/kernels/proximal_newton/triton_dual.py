@@ -4,7 +4,6 @@ potentials.
 Rows with mass and columns within their reach are listed: of a digit's pixels, one in six has mass.
 """
 
-# mypy: ignore-errors
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 

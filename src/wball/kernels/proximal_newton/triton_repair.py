@@ -1,7 +1,6 @@
 """The repair of a plan that is written out (:meth:`wball.plan.Plan.repair`) inside a Triton
 program, one image each."""
 
-# mypy: ignore-errors
 from __future__ import annotations
 
 from typing import NamedTuple
