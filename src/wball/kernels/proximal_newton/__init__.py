@@ -46,26 +46,25 @@ from wball.plan import Plan
 
 
 class Method(NamedTuple):
-    """Settings that depend on the kind of columns and on the entropy.
+    """Settings that depend on the kind of columns and on the entropy. The numbers were found by
+    trial on digits and small colour images; any others are as correct, and slower or faster.
 
     Attributes:
-        first: the first ``sigma`` times the range of ``u``, about the largest change of a share.
-            Linear columns start at the potentials without a box, which suit most rows; with 15,
-            photographs with directions of signs were not solved. With entropy, 4 took a fifth
-            more steps than 20; with 60, an image of two pixels was not solved.
+        first: the first ``sigma`` times the range of ``u``: about the largest change of a share.
+            Without entropy, columns that are quadratic begin at half a share, because ``w - x`` is
+            far from their solution; linear ones begin near it, and with entropy a step has no
+            centre that it could leave.
         settled: a step is solved when the residual of the columns is this fraction of what the plan
-            moved; with entropy, of the plan's columns. With 0.5, some digits took twice the steps.
-            Linear columns with 0.2 took a tenth less, but one image in a thousand was not solved:
-            the repair of its plans lost more than their gap.
-        cg_tol: conjugate gradients end at this fraction of the residual. Steps of projections end
-            early, where moves come into use or fall out of it: with 0.03 they needed half as many
-            products again. Linear columns have no curvature of their own: with 0.03, small boxed
-            images took up to 300 steps.
+            moved (with entropy, of the plan's columns). A residual costs a gap of the order of its
+            size times the error of ``u``, and the repair of the plan costs as much again.
+        cg_tol: conjugate gradients end at this fraction of the residual. Newton's method on a
+            piecewise linear gradient gains at most the pieces it crosses, so that precision is
+            wasted on quadratic columns. Linear ones have no curvature of their own, and their
+            errors along rows that tie are not damped by anything else.
         stiffness: Newton's matrix gets this times ``sigma`` times a column's residual on its
             diagonal, so that a column alone changes shares (with entropy, their logarithms) by at
             most 1 / ``stiffness``. Where few rows have a choice, single columns would run far
-            beyond the next such row otherwise, and the line search would hold up all: with heavy
-            tails it took eight evaluations a step.
+            beyond the next such row otherwise, and the line search would hold up all.
     """
 
     first: float
@@ -101,7 +100,7 @@ GROWTH, QUICK, SHRINK = 1.4, 6, 4.0
 not solved."""
 SLIDE = 2.0
 """``sigma`` grows by this after a single Newton step that did not narrow the gap: the plan slides
-along an edge. Directions with near ties, such as signs with rounding errors, need many of these."""
+along an edge, as with directions of signs, whose moves nearly tie."""
 COOLING = 6.0
 """With entropy, ``sigma`` grows by this after each solved step until it is ``1 / tau``."""
 SPARSE = 32.0
@@ -117,15 +116,14 @@ RELAX = 0.25
 go. It grows by as much after one that was."""
 INNER, CG_MAX, HALVINGS = 45, 300, 25
 """Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
-search, at most. Images whose columns are nearly all full need up to 35 for the first proximal
-step; with 20 they began again with smaller and smaller ``sigma`` and needed twice the steps."""
+search, at most. They only end what does not converge: a step that ends early begins again with a
+smaller ``sigma``, and its Newton steps are lost."""
 MOST = 1e8
 """The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of
 their sums."""
 NEARLY = 1e-6
 """Columns this close to ``hi`` count as full while a problem is solved. Resized photographs have
-white pixels a rounding error below 1: such room is worth nothing, but each of it was a kink of the
-dual, and most such images were not solved."""
+white pixels a rounding error below 1: such room is worth nothing, but is a kink of the dual."""
 PATIENCE = 30
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
