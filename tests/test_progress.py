@@ -47,7 +47,7 @@ def test_the_first_compilation_is_announced(
         assert compile_one("somebody.else") == ""
         assert (
             compile_one("wball.kernels.some")
-            == "wball: compiling kernels for the first time (about 15 s) ...\n"
+            == "wball: compiling kernels, once per machine (about 15 s, more on a busy one) ...\n"
         )
         assert compile_one("wball.kernels.some") == ""
     with event.install_listener("numba:compile", FirstTime()):

@@ -25,7 +25,9 @@ class FirstTime(event.Listener):
         function = getattr(event.data.get("dispatcher"), "py_func", None)
         if not self._said and getattr(function, "__module__", "").startswith("wball."):
             self._said = True
-            progress.notice("compiling kernels for the first time (about 15 s) ...")
+            progress.notice(
+                "compiling kernels, once per machine (about 15 s, more on a busy one) ..."
+            )
 
     def on_end(self, event: Any) -> None:
         pass

@@ -330,7 +330,7 @@ def ring_fees(fee_ptr, LAYOUT: tl.constexpr):
     """The cost of each ring, as a tuple of scalars."""
     fees = (0.0,)
     for d in tl.static_range(1, len(LAYOUT.ends) - 1):
-        fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)  # type: ignore[assignment]
+        fees = fees + (tl.load(fee_ptr + LAYOUT.ends[d]),)
     return fees
 
 
@@ -343,7 +343,7 @@ def ring_sums(ptr, place, own, LAYOUT: tl.constexpr):
         total = tl.zeros_like(own)
         for k in tl.static_range(tl.constexpr(LAYOUT.ends[d]), tl.constexpr(LAYOUT.ends[d + 1])):
             total += tl.load(ptr + place + LAYOUT.offsets[k])
-        rings = rings + (total,)  # type: ignore[assignment]
+        rings = rings + (total,)
     return rings
 
 
