@@ -10,7 +10,7 @@ network are then made again without the attack: that is the network's share of t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wball
 from benchmarks.frame import Result, Row, options, peak_memory, timed
@@ -29,6 +30,9 @@ PHOTOS = {
 }
 RADII = (2e-6, 1e-5, 5e-5, 0.0002, 0.0005, 0.002)
 """From where some images survive to where none does."""
+
+EPS, STEPS = 2e-4, ((18, 64), (18, 128), (18, 224), (144, 224), (18, 512))
+"""Radius, and numbers and sides of the images, of the steps that are timed."""
 
 
 class Scaled(nn.Module):
@@ -140,6 +144,45 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, attack: Any, radii: list[fl
     }
 
 
+def replayed(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """A gradient of the network: on a GPU a replay of its CUDA graph, else a call."""
+
+    def gradient() -> None:
+        network_alone(model, x, [(len(x), True)])
+
+    gradient()
+    if x.device.type != "cuda":
+        return gradient
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradient()
+    return graph.replay
+
+
+def stepped(model: nn.Module, x: Tensor, y: Tensor) -> Row:
+    """Seconds and memory of a step of the default attack, and of the network's gradient alone."""
+
+    def attack(steps: int) -> wball.AttackResult:
+        ball = wball.WassersteinBall(EPS)
+        return wball.DualAveraging(ball, steps=steps, until_success=False)(model, x, y)
+
+    few, many = (timed(lambda n=n: attack(n), x.device, 0.0) for n in (20, 60))
+    memory = peak_memory(lambda: attack(20), x.device)
+    needed = peak_memory(lambda: network_alone(model, x, [(len(x), True)]), x.device)
+    replay = replayed(model, x)
+    alone = timed(lambda: [replay() for _ in range(10)], x.device, 0.0)[1]["seconds"] / 10
+    return {
+        "step": "DualAveraging",
+        "images": len(x),
+        "side": x.shape[-1],
+        "kernel": few[0].kernel,
+        "seconds": (many[1]["seconds"] - few[1]["seconds"]) / 40,
+        "network_seconds": alone,
+        "peak_bytes": memory,
+        "network_bytes": needed,
+    }
+
+
 def certified(model: nn.Module, x: Tensor, y: Tensor, limit: float) -> Row:
     """What a certificate at a tiny radius says in the given time."""
     begin = time.perf_counter()
@@ -157,12 +200,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=27, help="number of crops")
     parser.add_argument("--radii", type=float, nargs="+", default=RADII)
     parser.add_argument("--attacks", nargs="*", default=["fast", "standard"])
+    parser.add_argument("--steps", action="store_true", help="also time steps at several sizes")
     parser.add_argument("--time-limit", type=float, default=30.0, help="of certify, per image")
     given = parser.parse_args(arguments)
     model = classifier()
     x, y = load(given.crops, given.images, model)
     x, y, model = x.to(given.device), y.to(given.device), model.to(given.device)
     result = Result("photos", given, images=len(x), radii=list(given.radii))
+    for count, side in STEPS if given.steps else ():
+        if not result.has(step="DualAveraging", images=count, side=side):
+            chosen = torch.arange(count, device=x.device) % len(x)
+            images = F.interpolate(x[chosen], size=(side, side), mode="bilinear").clamp(0, 1)
+            result.add(stepped(model, images, y[chosen]))
     for attack in given.attacks:
         if not result.has(attack=attack):
             result.add(attacked(model, x, y, attack, list(given.radii)))

@@ -111,14 +111,13 @@ def _share(budget: Tensor, most: Tensor, least: Tensor) -> Tensor:
 
 def maximiser(a: Tensor, x: Tensor, budget: Tensor, moves: Moves, found: RowMaximum) -> Tensor:
     """The point at which a linear maximum is attained: the derivative of the maximum."""
-    moves, ends = moves.like(a), list[tuple[Tensor, Tensor]]()
-    for price in _either_side(a, moves, found):
-        with torch.enable_grad():
-            rows, psi = a.detach().requires_grad_(True), price.requires_grad_(True)
-            worth = worth_of(whole_rows(rows, x, moves), psi).sum()
-            z, earned = torch.autograd.grad(worth, (rows, psi))
-        ends.append((z, -earned))
-    (dear, most), (cheap, least) = ends
+    moves = moves.like(a)
+    with torch.enable_grad():
+        rows = torch.cat((a, a)).detach().requires_grad_(True)
+        psi = torch.cat(_either_side(a, moves, found)).detach().requires_grad_(True)
+        worth = worth_of(whole_rows(rows, torch.cat((x, x)), moves), psi).sum()
+        z, earned = torch.autograd.grad(worth, (rows, psi))
+    (dear, cheap), (most, least) = z.chunk(2), (-earned).chunk(2)
     return torch.lerp(cheap, dear, per_image(_share(budget, most, least).to(a), a))
 
 
