@@ -30,7 +30,7 @@ from wball.storage.files import check_file, clear_parts, locked, write_tensors, 
 from wball.storage.weights import load_weights, save_weights
 from wball.training.config import OWN, Optimisation, TrainConfig
 from wball.training.losses import Loss, Radii, measure
-from wball.training.source import Source
+from wball.training.source import TrainingImages
 from wball.training.state import (
     Average,
     World,
@@ -41,7 +41,7 @@ from wball.training.state import (
     unpack_optimizer,
     write_metrics,
 )
-from wball.training.step import Augmentation, Step
+from wball.training.step import Augmentation, TrainingStep
 from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
@@ -129,14 +129,14 @@ def train(
     with torch.random.fork_rng(devices=[]):
         # A loader that shuffles yields the same order in each process and after each restart.
         torch.default_generator.manual_seed(config.seed)
-        images = Source(data, device)
-        tests = None if test is None else Source(test, device)
+        images = TrainingImages(data, device)
+        tests = None if test is None else TrainingImages(test, device)
     network = _start(config, model, init, device)
     images.fit("data", network)
     measured = None if tests is None else tests.fit("test", network).whole()
     if world.size > 1 and device.type == "cuda":
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    step = Step(config, network, images, teacher, augmentations, loss)
+    step = TrainingStep(config, network, images, teacher, augmentations, loss)
     run = _Run(config, network, len(images), folder, world, checkpoint_every, time_limit, optimizer)
     run.origin = None if init is None else Path(init).name
     run.own = describe_settings([optimizer, list(augmentations), loss])
@@ -165,7 +165,7 @@ def _folder(config: TrainConfig, out: str | os.PathLike[str] | None) -> Path | N
     return folder
 
 
-def _epoch(run: _Run, step: Step, tick: Callable[[int], None]) -> None:
+def _epoch(run: _Run, step: TrainingStep, tick: Callable[[int], None]) -> None:
     """The steps of an epoch that are left."""
     size, seed, device = run.config.batch_size, run.config.seed, run.totals.device
     epoch, first = divmod(run.step, run.per_epoch)
@@ -368,7 +368,7 @@ class _Run:
         }
         write_tensors(path, tensors, header)
 
-    def restore(self, images: Source) -> None:
+    def restore(self, images: TrainingImages) -> None:
         """Resume from the checkpoint in the folder, if there is one; open the log."""
         # Labels identify the data: images are many bytes, and their last bits depend on the device.
         self.data = {
@@ -438,7 +438,7 @@ class _Run:
     # ---- start and end
 
     @contextmanager
-    def opened(self, images: Source) -> Iterator[None]:
+    def opened(self, images: TrainingImages) -> Iterator[None]:
         """Lock the folder for this run and resume from it."""
         with locked(self.folder) if self.folder is not None and self.world.main else nullcontext():
             self.restore(images)

@@ -17,7 +17,7 @@ IN_MEMORY = 10**9
 """Data sets of more bytes than this are read batch by batch."""
 
 
-class Source:
+class TrainingImages:
     """Images and labels by their numbers, on a device.
 
     A map-style data set of more than :data:`IN_MEMORY` bytes is read as batches need it, and so is
@@ -59,7 +59,7 @@ class Source:
         """Two images."""
         return self.batch(torch.arange(min(2, len(self)), device=self.device))[0]
 
-    def fit(self, name: str, model: nn.Module) -> Source:
+    def fit(self, name: str, model: nn.Module) -> TrainingImages:
         """Check that the model takes these images, and return them in its precision."""
         if len(self) == 0:
             raise ValueError(f"{name} has no images")

@@ -12,20 +12,20 @@ from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout
 from wball.training.config import TrainConfig
 from wball.training.losses import Loss, Objective, Opponent, Radii, Teacher
-from wball.training.source import Source
+from wball.training.source import TrainingImages
 from wball.training.state import current, generator
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 
-class Step:
+class TrainingStep:
     """From the numbers of images to the loss of a batch, in each process on its shard."""
 
     def __init__(
         self,
         config: TrainConfig,
         model: nn.Module,
-        images: Source,
+        images: TrainingImages,
         teacher: nn.Module | None,
         augmentations: Sequence[Augmentation],
         loss: Loss | None,
