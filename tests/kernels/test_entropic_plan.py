@@ -284,11 +284,14 @@ def test_the_answer_describes_a_plan_of_the_ball(
 
 
 def test_the_price_meets_the_budget_or_is_zero() -> None:
+    prices = list[float]()
     for problem in random_problems(30, box=None):
         plan = solve(problem.ball, problem.x, 5 * problem.g, newton=40)
         share = float(plan.cost / problem.ball.budget(problem.x))
         assert share <= 1 + 1e-9, problem.label
-        assert share >= 0.999 or float(plan.psi) == 0, problem.label
+        prices.append(float(plan.psi))
+        assert share >= 0.999 or prices[-1] == 0, problem.label
+    assert 0 in prices and sum(price > 0 for price in prices) > 10  # both answers occur
 
 
 def test_box_potentials_and_momentum_leave_less_to_the_repair() -> None:
