@@ -571,8 +571,8 @@ def answers_changed(before: Tensor, after: Tensor) -> Tensor:
     drift = (before - after).abs().masked_fill(same, 0.0).amax(1)
     slack = rounding(after)
     flipped = (top_class(before) != top_class(after)) & ~(drift <= slack)
-    steady = drift <= slack + DRIFT * (after.amax(1) - after.amin(1))
-    return ~same.all(1) & (flipped | ~steady)
+    stable = drift <= slack + DRIFT * (after.amax(1) - after.amin(1))
+    return ~same.all(1) & (flipped | ~stable)
 
 
 def default_batch_size(x: Tensor, model: Model) -> int:
