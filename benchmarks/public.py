@@ -25,6 +25,7 @@ CASES = (
     Case("wu2020-mnist-adversarial", 0.3),
     Case("hu2020-mnist-adversarial", 0.5),
     Case("wong2019-mnist-binarized", 0.1, thresholded=True, architecture="mnist-cnn"),
+    Case("wong2019-mnist-binarized", 0.1, architecture="mnist-cnn"),
     Case("levine2020-mnist-flow-0.01", 0.2),
     Case("levine2020-mnist-flow-0.02", 0.3, architecture="mnist-cnn"),
     Case("levine2020-mnist-laplace-0.05", 0.1, architecture="mnist-cnn"),
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     result = Result("public_checks", given, images=given.images, first=given.first)
     warm = True
     for case in (CASES[k] for k in given.only):
-        if result.has(model=case.model, eps=case.eps):
+        name = case.model + (", black and white images" if case.thresholded else "")
+        if result.has(model=name, eps=case.eps):
             continue
         part = slice(given.first, given.first + given.images)
         x, y = case.load(given.data, "test", part, given.device)
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         if warm:  # kernels are compiled before the first attack is timed
             measure(net, x, y, case.eps)
             warm = False
-        row = {"model": case.model, "eps": case.eps, "images": len(x)}
+        row = {"model": name, "eps": case.eps, "images": len(x)}
         result.add(row | measure(net, x, y, case.eps))
 
 

@@ -63,7 +63,6 @@ __all__ = [
     "save_weights",
     "to_tensors",
     "AttackResult",
-    "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
     "PGD",

@@ -16,7 +16,6 @@ from problems import Case
 from wball import (
     PGD,
     AttackResult,
-    DecisionSearch,
     DenseCost,
     DualAveraging,
     FrankWolfe,
@@ -47,7 +46,6 @@ ATTACKS: dict[str, Attack] = {
     "frank-wolfe": FrankWolfe(BALL, steps=3),
     "fast": StandardAttack(BALL, version="fast"),
     "score search": ScoreSearch(BALL, queries=250, directions=8),
-    "decision search": DecisionSearch(WassersteinBall(1.0), queries=600, directions=15),
     "linf pgd": PGD(LinfBall(0.1), steps=5, random_start=True),
     "linf frank-wolfe": FrankWolfe(LinfBall(0.1), steps=5),
     "linf fast": StandardAttack(LinfBall(0.05), version="fast"),

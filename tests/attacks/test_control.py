@@ -45,30 +45,6 @@ def test_answers_that_are_not_finite(net: nn.Module, images: Tensor, labels: Ten
     assert control.not_finite(lambda z: net(z) + ruled_out, images).images == 0
 
 
-def test_a_loss_that_still_rises(
-    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moving = torch.tensor(
-        [k for k in range(10) if k not in (3, 7)]
-    )  # black and white images have nothing to move
-    x, y, ball = images[moving], labels[moving], WassersteinBall(0.1)
-    short = DualAveraging(ball, steps=100, step_size=3e-3)(net, x, y)
-    long = DualAveraging(ball, steps=100)(net, x, y)
-    assert (
-        short.rising is not None
-        and int(short.rising.sum()) >= 2
-        and not bool((short.rising & short.success).any())
-    )
-    assert long.rising is not None and int(long.rising.sum()) == 0
-    for step_size, serious in ((3e-3, ["loss-still-rising"]), (3.0, [])):
-        monkeypatch.setitem(
-            standard.MEMBERS,
-            "fast",
-            (Member("cross-entropy", step_size=step_size, decay=0.0, memory=1.0),),
-        )
-        assert _codes(StandardAttack(ball, version="fast", check=False), net, x, y) == serious
-
-
 def test_survivors_of_a_full_ball(case: Case) -> None:
     everyone, view = torch.ones(len(case.images), dtype=torch.bool), plain_view(case.net)
     weak = (DualAveraging(BALL, steps=1, step_size=1e-9),)

@@ -36,8 +36,6 @@ def test_findings_of_batches_add_up() -> None:
     ("code", "images", "of", "serious"),
     [
         ("full-ball-survivors", 1, 16, True),
-        ("loss-still-rising", 1, 1, False),
-        ("loss-still-rising", 2, 20, True),
         ("masked-gradients", 1, 1000, True),
         ("black-box-stronger", 2, 100, False),
         ("black-box-stronger", 3, 100, True),

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from problems import Case
 from wball import (
-    DecisionSearch,
     ScoreSearch,
     StandardAttack,
     WassersteinBall,
@@ -342,23 +341,6 @@ def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, imag
     assert int(result.success.sum()) >= 7 and result.queries is not None
     assert int(result.queries.max()) <= 400 and int(result.queries[result.success].min()) < 100
     assert not fast(0.01)(outside, images, y).reliable
-
-
-def test_a_model_that_only_names_a_class_is_searched_by_labels(
-    net: nn.Module, images: Tensor
-) -> None:
-    compiled = torch.jit.trace(net, images)
-
-    def labels_only(z: Tensor) -> Tensor:
-        return torch.eye(5)[compiled(torch.from_numpy(z.detach().numpy())).argmax(1)]
-
-    with torch.no_grad():
-        y = labels_only(images).argmax(1)
-    assert not best_view(labels_only, images, y, WassersteinBall(0.1)).is_useful
-    search = DecisionSearch(WassersteinBall(0.5), queries=1000, directions=20)
-    result = search(labels_only, images, y)
-    assert int(result.success.sum()) >= 4 and audit(search.ball, images, result.images).all_valid
-    assert int(result.queries.max()) <= 1000
 
 
 def test_random_answers_are_averaged_and_judged_by_majority(

@@ -170,12 +170,12 @@ def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path
         y,
         BALL,
         [0.01, 0.02],
-        Claims(BALL, how="nothing", codes=("loss-still-rising",)),
+        Claims(BALL, how="nothing", codes=("black-box-stronger",)),
         batch_size=6,
         out=tmp_path,
     )
     (warning,) = result.warnings
-    assert warning.code == "loss-still-rising" and warning.message.startswith(
+    assert warning.code == "black-box-stronger" and warning.message.startswith(
         "20 of 20 images survived"
     )
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6

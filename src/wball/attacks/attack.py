@@ -142,8 +142,6 @@ class AttackResult(Summarised):
             and knows them: ``wball.audit(ball, x, result.images, plan=result.proof,
             exact="needed")`` then has nothing to solve.
         queries: forward passes used, per image, by attacks that count them.
-        rising: whether the loss was still rising over the last steps, so that as many steps again
-            may break the image, by attacks that make steps.
         findings: reasons to doubt the robust accuracy, from attacks that look for them.
     """
 
@@ -158,7 +156,6 @@ class AttackResult(Summarised):
     kernel: str = "none"
     proof: StoredPlan | None = None
     queries: Tensor | None = None
-    rising: Tensor | None = None
     findings: tuple[Finding, ...] = ()
 
     def take(self, index: Tensor) -> AttackResult:

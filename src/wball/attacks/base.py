@@ -59,9 +59,6 @@ from wball.inputs import per_image
 from wball.model import ask, check_classes, full_precision, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
 
-LATE = 0.75
-"""The steps after this share of them tell whether the loss is still rising: whether as many steps
-again, at their pace, would bring the objective above 0, where it succeeds."""
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU
 nothing."""
@@ -249,7 +246,6 @@ class _Best(NamedTuple):
     status: Tensor
     radius: Tensor
     queries: Tensor
-    late: Tensor  # loss before the last steps
     clear: Tensor  # an example with the margin that is asked for
 
     def at(self, index: Tensor) -> _Best:
@@ -316,9 +312,8 @@ class AttackBatch:
         status = torch.where(success, already_wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         queries = steps + self.queries
-        late = loss.clone()
         self._all = _Best(
-            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries, late,
+            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries,
             success.clone(),
         )  # fmt: skip
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
@@ -393,16 +388,6 @@ class AttackBatch:
         self.steps_done += 1
         if self._progress is not None:
             self._progress.step(self._active.numel())
-
-    def begin_last_steps(self) -> None:
-        """Remember the current loss, to measure the progress of the last steps."""
-        self._best = self._best._replace(late=self._best.loss.clone())
-
-    def succeeds(self, z: Tensor) -> Tensor:
-        """Which images meet the goal at ``z``, without offering ``z`` as a candidate."""
-        with torch.no_grad():
-            self.queries += 1
-            return self.reached(ask(self.task.model, z))
 
     def offer(self, state: State) -> Tensor:
         """Offer a candidate without computing its gradient. Returns its logits."""
@@ -536,8 +521,6 @@ class GradientAttack(Attack):
         loop, replay, device = _Loop(self, batch, generator), None, batch.x.device
         wanted = device.type in RECORDERS and not loop.state.reads_host
         for step in range(self.n_gradients):
-            if step == int(LATE * self.n_gradients):
-                batch.begin_last_steps()
             batch.count_step()
             kept, left = batch.survivors(), self.n_gradients - 1 - step
             if kept is not None:
@@ -579,7 +562,6 @@ class GradientAttack(Attack):
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
-            rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
 
 

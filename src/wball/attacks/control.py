@@ -8,7 +8,6 @@ Each is a question with a known answer, asked after an attack about the images t
   (``full-ball-survivors``);
 - a search without gradients (:class:`wball.ScoreSearch`) must not find more examples than the
   gradients (``black-box-stronger``);
-- more steps must not help (``loss-still-rising``);
 - the model must answer with finite numbers (``non-finite``);
 - an example should hold in the precision that the model is used in, too (``precision-dependent``).
 

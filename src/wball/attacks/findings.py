@@ -54,12 +54,6 @@ CODES: dict[str, Code] = {
         "logits are NaN or infinite on {images} of {of} images",
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
-    "loss-still-rising": Code(
-        "{images} of {of} images survived although their loss was still rising: twice the steps may break them",
-        "raise the number of steps",
-        tolerated=0.05,
-        fewest=2,  # one image says little about a model
-    ),
     "full-ball-survivors": Code(
         "about {images} of {of} images survive at an unlimited radius, where the shapes of other images fool the model",
         "gradients mislead the attack: attack a differentiable approximation of the model",

@@ -15,10 +15,6 @@ length of a step, so after a few steps :math:`J` knows every direction, where an
 :math:`d_k u_k` would still be mostly noise. The objective's gradient is then exact in the scores,
 :math:`J^T \nabla \ell(f(z))`, and the step is that of :class:`~wball.DualAveraging`.
 
-An untargeted search spends half of its questions on the objective, and a quarter each on the margin
-of the second and third likeliest wrong class, from the clean image again: what is known of the
-model stays, and local optima do not.
-
 Noise must be large enough to cross the steps of a model that rounds, and small enough for a model
 to be almost linear. Each image chooses between two sizes: the larger, if answers to the smaller say
 something else.
@@ -26,9 +22,7 @@ something else.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,10 +32,8 @@ from wball import inputs
 from wball.attacks.base import (
     AttackBatch,
     GradientAttack,
-    RunnerUp,
     into_box,
     normal,
-    plan_of_nothing,
 )
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.ball import Ball
@@ -57,49 +49,8 @@ RIDGE = 1e-3
 """Of the equations for the Jacobian, whose rows have length 1."""
 MOST_CLASSES = 10
 """Number of Jacobian rows that are kept: the true class and the most likely others."""
-RESTARTS = {0.5: 2, 0.75: 3}
-"""After which share of the steps the search starts again, and at which wrong class it then aims, by
-rank."""
 AT_ONCE = 8192
 """Images in one forward pass."""
-
-
-@dataclass(frozen=True)
-class BlackBoxSearch(GradientAttack):
-    """Base class of searches that use forward passes alone, on any ball. ``result.queries`` counts
-    them per image.
-
-    Attributes:
-        queries: forward passes per image, at most.
-        directions: noisy copies evaluated at each step.
-        step_size: in nats per step, see :class:`~wball.DualAveraging`.
-    """
-
-    queries: int = 5000
-    directions: int = 20
-    step_size: float = 3.0
-    least_directions: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inputs.check_count("directions", self.directions, self.least_directions)
-        inputs.check_count("queries", self.queries, self.at_start + self.per_step)
-        inputs.check_positive("step_size", self.step_size)
-
-    @property
-    @abstractmethod
-    def at_start(self) -> int:
-        """Number of forward passes outside the steps: the clean image, the start, the last
-        candidate."""
-
-    @property
-    @abstractmethod
-    def per_step(self) -> int:
-        """Number of forward passes per step."""
-
-    @property
-    def n_gradients(self) -> int:
-        return (self.queries - self.at_start) // self.per_step
 
 
 def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -118,13 +69,31 @@ class _Tracked(Potentials):
     noise: Tensor
     z_before: Tensor
     logits_before: Tensor
-    rivals: Tensor
-    aim: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class ScoreSearch(BlackBoxSearch):
-    """Black-box search by scores, on any ball. For the settings see :class:`BlackBoxSearch`."""
+class ScoreSearch(GradientAttack):
+    """Search by scores alone, on any ball. ``result.queries`` counts the forward passes per image.
+
+    Attributes:
+        queries: forward passes per image, at most.
+        directions: noisy copies evaluated at each step.
+        step_size: in nats per step, see :class:`~wball.DualAveraging`.
+    """
+
+    queries: int = 5000
+    directions: int = 20
+    step_size: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("directions", self.directions)
+        inputs.check_count("queries", self.queries, self.at_start + self.per_step)
+        inputs.check_positive("step_size", self.step_size)
+
+    @property
+    def n_gradients(self) -> int:
+        return (self.queries - self.at_start) // self.per_step
 
     @property
     def _looks(self) -> int:
@@ -133,10 +102,13 @@ class ScoreSearch(BlackBoxSearch):
 
     @property
     def at_start(self) -> int:
+        """Number of forward passes outside the steps: the clean image, the start, the last
+        candidate."""
         return 2 + len(NOISE) * self._looks
 
     @property
     def per_step(self) -> int:
+        """Number of forward passes per step."""
         return self.directions + 1
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
@@ -147,33 +119,13 @@ class ScoreSearch(BlackBoxSearch):
         state = _Tracked(
             x, batch.ball, x, torch.zeros_like(oracle.unit), b=zero, oracle=oracle, classes=classes,
             jacobian=x.new_zeros(x.shape[0], classes.shape[1], x[0:1].numel()),
-            noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes), rivals=self._rivals(batch),
+            noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes),
         )  # fmt: skip
         if self.proofs:
             state.proof = batch.keep_proofs(FactoredPlan)
         reachable = reachable_pixels(batch.ball, x, generator)
         state.noise = reachable * self._size(batch, state, reachable, generator)
         return state
-
-    def _rivals(self, batch: AttackBatch) -> Tensor:
-        """The class that each restart aims at, ``(B, restarts)``; ``None`` in a targeted search."""
-        ranks = [
-            rank
-            for rank in RESTARTS.values()
-            if batch.task.target is None and rank < batch.logits.shape[1]
-        ]
-        every = [RunnerUp(rank).rival(batch.logits, batch.task.y) for rank in ranks]
-        return torch.stack(every, 1) if every else batch.task.y[:, None][:, :0]
-
-    def _restart(self, state: _Tracked) -> None:
-        """Restart from the clean image when a restart is due, aiming at the next rival."""
-        for k, share in enumerate(RESTARTS):
-            if k < state.rivals.shape[1] and state.n_steps == int(share * self.n_gradients):
-                state.aim, state.b, state.z = state.rivals[:, k], torch.zeros_like(state.b), state.x
-                state.oracle = state.ball.oracle(state.x)
-                state.distance = torch.zeros_like(state.distance)
-                if state.proof is not None:
-                    state.proof = plan_of_nothing(FactoredPlan, state.ball, state.x)
 
     def _size(
         self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator
@@ -209,17 +161,13 @@ class ScoreSearch(BlackBoxSearch):
         state.z_before, state.logits_before = z, scores
         with torch.enable_grad():
             logits = logits.detach().requires_grad_(True)
-            aim = state.aim
-            value = batch.loss(logits) if aim is None else RunnerUp()(logits, batch.task.y, aim)
-            (pull,) = torch.autograd.grad(value.sum(), logits)
+            (pull,) = torch.autograd.grad(batch.loss(logits).sum(), logits)
         pull = pull.gather(1, state.classes).to(state.jacobian)
         return batch.made_step(torch.einsum("bk,bkd->bd", pull, state.jacobian).view_as(z))
 
     def advance(self, state: _Tracked, gradient: Tensor) -> _Tracked:
         state.b = state.b + self.step_size * normalised(gradient)
-        state.move()
-        self._restart(state)
-        return state
+        return state.move()
 
 
 def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:

@@ -116,12 +116,6 @@ class Member:
     from_best: bool = False
 
     @property
-    def steady(self) -> bool:
-        """Whether the last steps are as long as the first, so that they show whether more steps
-        would help."""
-        return self.decay == 0 and self.memory == 1
-
-    @property
     def rank(self) -> int:
         """Rank of the wrong class that the member aims at; 0 for any class."""
         rank: int = getattr(find_objective(self.objective), "rank", 0)
@@ -238,10 +232,7 @@ class StandardAttack(Attack):
         chain = _Chain(self, view, task, generator, progress)
         for number, member in enumerate(members):
             start = chain.best.images if member.from_best and chain.best is not None else None
-            here = chain.unclear()
-            found = chain.run(number, here, member.on(self.ball, self.proofs), start)
-            if member.steady and found is not None and found.rising is not None:
-                chain.rising[here] = found.rising
+            chain.run(number, chain.unclear(), member.on(self.ball, self.proofs), start)
         for number, attack in enumerate(self.extra, len(members)):
             chain.run(number, chain.unclear(), replace(attack, ball=self.ball, progress=False))
         last = len(members) + len(self.extra)
@@ -264,14 +255,13 @@ class StandardAttack(Attack):
         searched: int,
     ) -> tuple[Finding, ...]:
         """What casts doubt on the result. ``searched`` is the number of the search."""
-        assert best.member is not None and best.rising is not None
+        assert best.member is not None
         count, survived = best.success.numel(), ~best.success
         found = [
             control.not_finite(task.model, task.x, best.images),
             Finding("masked-gradients", 0 if view.is_useful else int(survived.sum()), count),
             Finding("black-box-stronger", int((best.member == searched).sum()), count),
             Finding("random-answers", count if view.random else 0, count),
-            Finding("loss-still-rising", int(best.rising.sum()), count),
             Finding("stand-in-gradients", 0 if view.own else count, count),
             Finding("probabilities", count if view.probabilities else 0, count),
         ]
@@ -288,7 +278,6 @@ class _Chain:
     Attributes:
         best: the merged result; ``None`` before the first member.
         member: the member that broke each image, -1 for none.
-        rising: images whose loss was still rising.
     """
 
     def __init__(
@@ -303,23 +292,19 @@ class _Chain:
         self._generator, self._progress, self._steps = generator, progress, 0
         self.best: AttackResult | None = None
         self.member = torch.full_like(task.y, -1)
-        self.rising, self._clear = (
-            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(2)
-        )
+        self._clear = torch.zeros_like(self.member, dtype=torch.bool)
 
     def unclear(self) -> Tensor:
         """The images without a clear example."""
         return (~self._clear).nonzero().squeeze(1)
 
-    def run(
-        self, number: int, here: Tensor, attack: Attack, start: Tensor | None = None
-    ) -> AttackResult | None:
+    def run(self, number: int, here: Tensor, attack: Attack, start: Tensor | None = None) -> None:
         """Attack some images, from points ``start`` if they are given, and merge what is found."""
         if self._progress is not None:
             self._progress.reach(self._steps, here.numel())
         self._steps += attack.n_gradients
         if here.numel() == 0:
-            return None
+            return
         if self._attack.levels is not None and isinstance(attack, GradientAttack):
             attack = replace(attack, until_success=False)
         task = self._task.take(here)
@@ -336,7 +321,6 @@ class _Chain:
             better = _is_better(self.best, here, found)
             self.best = updated(self.best, here, found, better)
         self.member[here[found.success & better]] = number
-        return found
 
     def search(self, number: int) -> None:
         """Look for examples without gradients: of the first survivors, and of all others if there
@@ -361,7 +345,7 @@ class _Chain:
             lost = unclear[~torch.cat(alone)]
             self.best = without(self.best, lost)
             self.member[lost] = -1
-        return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
+        return replace(self.best, member=self.member)
 
 
 def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, Tensor]:
