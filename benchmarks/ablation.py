@@ -25,7 +25,7 @@ from benchmarks.cases import Case, correct
 from benchmarks.frame import Result, options
 from wball.attacks.attack import Task
 from wball.attacks.base import cross_entropy
-from wball.attacks.standard import Member
+from wball.attacks.standard import MEMBERS, Member
 from wball.model import as_found, ask, full_precision
 
 MOST_MEMBERS, MOST_PASSES = 12, 1500
@@ -104,7 +104,7 @@ def _grid() -> tuple[Member, ...]:
         Member("margin", 1.0, decay=0.0, memory=1.0, from_best=True),
         Member("runner-up-3", from_best=True, noise=0.3),
     ]
-    return tuple(found)
+    return tuple(dict.fromkeys([*found, *MEMBERS["standard"]]))
 
 
 CANDIDATES = _grid()

@@ -89,13 +89,10 @@ def test_foolbox(case: Case) -> None:
     )
     assert torch.equal(net(found).argmax(1) == target, done)
     random = FoolboxAttack(DualAveraging(WassersteinBall(0.1), steps=3, random_start=5.0))
-    _, _, once = random(fmodel, images, labels, epsilons=None)
-    _, _, thrice = random.repeat(3)(fmodel, images, labels, epsilons=None)
-    assert (thrice | ~once).all()
+    with pytest.raises(NotImplementedError, match="StandardAttack"):
+        random.repeat(3)
     ball = WassersteinBall(0.05)
-    ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False)).repeat(
-        2
-    )
+    ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False))
     ensemble(fmodel, images, labels, epsilons=None)
     (result,) = ensemble.results
     assert torch.equal(result.member >= 0, result.success)

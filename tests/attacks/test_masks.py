@@ -3,7 +3,6 @@ stand-in."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -208,27 +207,6 @@ def test_stand_ins_serve_where_only_a_part_has_no_gradient(case: Case) -> None:
     view = best_view(model, case.images, case.labels, WassersteinBall(0.1))
     assert not view.own and view.clear and isinstance(view.model, StandIns)
     assert best_view(*case, WassersteinBall(0.1)).own
-
-
-@pytest.mark.parametrize("hard", [True, False])
-def test_all_networks_of_a_vote_are_climbed(hard: bool, net: nn.Module, images: Tensor) -> None:
-    other = copy.deepcopy(net)
-    for p in other.parameters():
-        p.data *= 1 + 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    kind = (
-        (lambda s: F.one_hot(s.argmax(1), 5).float()) if hard else (lambda s: (1e4 * s).softmax(1))
-    )
-    with torch.no_grad():
-        same = images[net(images).argmax(1) == other(images).argmax(1)]
-    view = StandIns(lambda z: kind(net(z)) + kind(other(z)))
-    z = same.clone().requires_grad_(True)
-    scores = view(z)
-    assert view.replaces_scores
-    (gradient,) = torch.autograd.grad(scores[:, 0].sum(), z)
-    parts = [torch.autograd.grad(one(z)[:, 0].sum(), z)[0] for one in (net, other)]
-    alone = [F.cosine_similarity(gradient.flatten(1), part.flatten(1)) for part in parts]
-    assert all(float(cosine.max()) < 1 - 1e-4 for cosine in alone), "not one of them alone"
-    assert all(float(cosine.min()) > 0.2 for cosine in alone), "each has its part"
 
 
 def test_a_search_asks_a_model_in_inference_mode(case: Case) -> None:

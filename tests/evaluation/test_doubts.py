@@ -176,6 +176,6 @@ def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path
     )
     (warning,) = result.warnings
     assert warning.code == "black-box-stronger" and warning.message.startswith(
-        "20 of 20 images survived"
+        "a search without gradients broke 20 of 20 images"
     )
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6

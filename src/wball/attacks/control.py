@@ -82,5 +82,5 @@ def precision_dependent(task: Task, best: AttackResult) -> Finding:
     """Count attempts that only one of full precision and the model as it is called accepts: on a
     GPU, PyTorch's convolutions round to TF32 by default."""
     as_called = reached(ask(task.model, best.images), task.y, task.target)
-    differ = int((as_called != best.success).sum())
-    return Finding("precision-dependent", differ, best.success.numel())
+    differ = as_called != best.success
+    return Finding("precision-dependent", int(differ.sum()), differ.numel())

@@ -16,8 +16,7 @@ length of a step, so after a few steps :math:`J` knows every direction, where an
 :math:`J^T \nabla \ell(f(z))`, and the step is that of :class:`~wball.DualAveraging`.
 
 Noise must be large enough to cross the steps of a model that rounds, and small enough for a model
-to be almost linear. Each image chooses between two sizes: the larger, if answers to the smaller say
-something else.
+to be almost linear.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from wball import inputs
 from wball.attacks.base import (
@@ -37,14 +35,9 @@ from wball.attacks.base import (
 )
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.ball import Ball
-from wball.inputs import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
 
-NOISE = (0.1, 0.3)
-"""Standard deviation of the noise, in widths of the box (pixel values, where there is none)."""
-AGREEMENT = 0.7
-"""Cosine of the answers to small and large noise, below which the large one is used."""
 RIDGE = 1e-3
 """Of the equations for the Jacobian, whose rows have length 1."""
 MOST_CLASSES = 10
@@ -79,32 +72,31 @@ class ScoreSearch(GradientAttack):
         queries: forward passes per image, at most.
         directions: noisy copies evaluated at each step.
         step_size: in nats per step, see :class:`~wball.DualAveraging`.
+        noise: standard deviation of the noise, in widths of the box (pixel values, where there is
+            none).
     """
 
     queries: int = 5000
     directions: int = 20
     step_size: float = 3.0
+    noise: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         inputs.check_count("directions", self.directions)
         inputs.check_count("queries", self.queries, self.at_start + self.per_step)
         inputs.check_positive("step_size", self.step_size)
+        inputs.check_positive("noise", self.noise)
 
     @property
     def n_gradients(self) -> int:
         return (self.queries - self.at_start) // self.per_step
 
     @property
-    def _looks(self) -> int:
-        """Number of directions in which each noise size is tried at the start."""
-        return max(1, self.directions // 2)
-
-    @property
     def at_start(self) -> int:
         """Number of forward passes outside the steps: the clean image, the start, the last
         candidate."""
-        return 2 + len(NOISE) * self._looks
+        return 2
 
     @property
     def per_step(self) -> int:
@@ -123,29 +115,9 @@ class ScoreSearch(GradientAttack):
         )  # fmt: skip
         if self.proofs:
             state.proof = batch.keep_proofs(FactoredPlan)
-        reachable = reachable_pixels(batch.ball, x, generator)
-        state.noise = reachable * self._size(batch, state, reachable, generator)
-        return state
-
-    def _size(
-        self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        """Choose the noise size of each image: the small one if scores change alike at both."""
         low, high = batch.ball.box or (0.0, 1.0)
-        small, large = (size * (high - low) for size in NOISE)
-        u = reachable * normal(batch.x, generator, self._looks)
-        batch.queries += 2 * u.shape[0]
-
-        def change(size: float) -> Tensor:
-            asked = into_box(batch.x + size * u, batch.ball.box)
-            return (
-                (_scores(batch.task.model, asked, state.classes) - state.logits_before)
-                .transpose(0, 1)
-                .flatten(1)
-            )
-
-        agreement = F.cosine_similarity(change(small), change(large), dim=1)
-        return per_image(torch.where(agreement > AGREEMENT, small, large), batch.x).to(batch.x)
+        state.noise = self.noise * (high - low) * reachable_pixels(batch.ball, x, generator)
+        return state
 
     def gradient(self, batch: AttackBatch, state: _Tracked, generator: torch.Generator) -> Tensor:
         logits = batch.offer(state)
@@ -167,7 +139,8 @@ class ScoreSearch(GradientAttack):
 
     def advance(self, state: _Tracked, gradient: Tensor) -> _Tracked:
         state.b = state.b + self.step_size * normalised(gradient)
-        return state.move()
+        state.move()
+        return state
 
 
 def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:

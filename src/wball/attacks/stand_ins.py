@@ -20,8 +20,7 @@ approximation, BPDA; Athalye, Carlini, Wagner 2018):
 
 Results that cannot carry a gradient (booleans, integers) carry their stand-in as a shadow.
 ``no_grad`` and inference mode are lifted. Outputs that saturate, or that only name a class, are
-replaced by the scores before the softmax or argmax; where several networks vote, by the mean of
-theirs. The class stays the model's own.
+replaced by the scores before the softmax or argmax. The class stays the model's own.
 
 Operations are intercepted where Python calls torch.
 """
@@ -220,24 +219,23 @@ class StandIns:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._count = 0
-        self._sources: list[int] | None = None  # scores of the first answer
+        self._source: int | None = None  # of the scores of the first answer; -1: the logits
 
     @property
     def replaces_scores(self) -> bool:
         """Whether the last output was computed from scores other than the model's own."""
-        return bool(self._sources)
+        return self._source is not None and self._source >= 0
 
     def __call__(self, x: Tensor) -> Tensor:
         mode = _Mode(x, torch.is_grad_enabled())
         with mode:
             logits = ask(self.model, x)
         every = [_as_rows(s, logits) for s in mode.scores if s.numel() == logits.numel()]
-        if self._sources is None or self._count != len(every):
-            self._count, self._sources = len(every), _sources(every, logits)
-        if not self._sources:
+        if self._source is None or self._count != len(every):
+            self._count, self._source = len(every), _source(every, logits)
+        if self._source < 0:
             return logits
-        scores = [every[k].to(logits) for k in self._sources]
-        return _with_class_of(logits, torch.stack(scores).mean(0))
+        return _with_class_of(logits, every[self._source].to(logits))
 
 
 def _as_rows(scores: Tensor, logits: Tensor) -> Tensor:
@@ -246,13 +244,10 @@ def _as_rows(scores: Tensor, logits: Tensor) -> Tensor:
     return scores.T if turned else scores.reshape(logits.shape)
 
 
-def _sources(scores: list[Tensor], logits: Tensor) -> list[int]:
-    """The earliest scores that determine the classes, without those implied by others."""
+def _source(scores: list[Tensor], logits: Tensor) -> int:
+    """The earliest scores that determine the order of the logits, or at least the class."""
     alike = [k for k, one in enumerate(scores) if _chose(one, logits)]
-    alike = [k for k in alike if _implies(scores[k], logits)] or alike
-    return [
-        k for n, k in enumerate(alike) if not any(_implies(scores[j], scores[k]) for j in alike[:n])
-    ]
+    return next((k for k in alike if _implies(scores[k], logits)), alike[0] if alike else -1)
 
 
 def _chose(scores: Tensor, logits: Tensor) -> bool:

@@ -243,8 +243,8 @@ class StandardAttack(Attack):
         return replace(best, findings=self._findings(view, task, best, first, last))
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result on the levels. The view judges the members' examples."""
-        return found if self.levels is None else super().stored(found, task)
+        """The result as it is: the view judges the members' examples."""
+        return found
 
     def _findings(
         self,
@@ -305,15 +305,12 @@ class _Chain:
         self._steps += attack.n_gradients
         if here.numel() == 0:
             return
-        if self._attack.levels is not None and isinstance(attack, GradientAttack):
-            attack = replace(attack, until_success=False)
         task = self._task.take(here)
         part = replace(task, model=self._view.model, start=None if start is None else start[here])
         run = partial(attack.take(here).attack_batch, part, self._generator, self._progress)
         journal = self._attack.journal
         with full_precision():  # examples that exist in TF32 only would end the search
             found = run() if journal is None else journal(part, self._generator, run)
-        found = self._attack.take(here).stored(found, task)
         found, self._clear[here] = _judged(found, self._view, task)
         if self.best is None:
             self.best, better = found, torch.ones_like(found.success)

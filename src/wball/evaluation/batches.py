@@ -489,7 +489,7 @@ class Batches:
     def _kept(self, found: Tensor) -> Tensor:
         """The examples to store: all, or a sample if they take more than a gigabyte."""
         image = self.data.first[:1]
-        pair = 2 * (image.numel() if self.attack.levels == 256 else image.nbytes)
+        pair = 2 * image.nbytes
         if len(found) * pair <= KEEP_BYTES:
             return found
         most = max(1, SAMPLE_BYTES // pair)

@@ -27,7 +27,6 @@ from wball.attacks.attack import (
     AttackResult,
     attack_labels,
     check_attack,
-    updated,
 )
 
 
@@ -38,15 +37,16 @@ class FoolboxAttack(FoolboxBase):
         results: what the last call found, one result per radius.
     """
 
-    def __init__(self, attack: Attack, times: int = 1, seed: int = 0) -> None:
+    def __init__(self, attack: Attack, seed: int = 0) -> None:
         check_attack(attack)
-        self.attack, self.times, self.seed = attack, times, seed
+        self.attack, self.seed = attack, seed
         self.results: list[AttackResult] = []
 
     def repeat(self, times: int) -> FoolboxAttack:
-        """The attack run ``times`` times with different seeds, for those that start at random;
-        successes are kept."""
-        return FoolboxAttack(self.attack, self.times * times, self.seed)
+        """Not offered: a random start is one member of :class:`~wball.StandardAttack`."""
+        raise NotImplementedError(
+            "repeat is not supported: use StandardAttack, whose members start at several points"
+        )
 
     def __call__(
         self,
@@ -76,20 +76,11 @@ class FoolboxAttack(FoolboxBase):
         radii = list(epsilons) if isinstance(epsilons, Iterable) else [epsilons]
         attacks = [self.attack if eps is None else self.attack.at(float(eps)) for eps in radii]
         self.results = [
-            self._run(attack, model, images.raw, labels, targeted) for attack in attacks
+            attack_labels(attack, model, images.raw, labels, targeted, self.seed)
+            for attack in attacks
         ]
         found = [restore(ep.astensor(result.images)) for result in self.results]
         success = restore(ep.astensor(torch.stack([result.success for result in self.results])))
         if isinstance(epsilons, Iterable):
             return found, list(found), success
         return found[0], found[0], success[0]
-
-    def _run(
-        self, attack: Attack, model: Model, x: Tensor, labels: Tensor, targeted: bool
-    ) -> AttackResult:
-        every = torch.arange(len(x), device=x.device)
-        best = attack_labels(attack, model, x, labels, targeted, self.seed)
-        for more in range(1, self.times):
-            again = attack_labels(attack, model, x, labels, targeted, self.seed + more)
-            best = updated(best, every, again, again.success & ~best.success)
-        return best
