@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -285,47 +285,6 @@ def gathered(rows: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Generic(Affine):
-    """Any other affine operation, transposed by automatic differentiation at 0.
-
-    Attributes:
-        function: of one image's values; ``magnitude`` is the same with the absolute values of its
-            coefficients.
-        count: how many terms are summed in one value.
-    """
-
-    before: Shape
-    function: Callable[[Tensor], Tensor] = field(compare=False)
-    magnitude: Callable[[Tensor], Tensor] = field(compare=False)
-    count: float
-    device: torch.device
-
-    def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        whole = rows.dense(self.shape)
-        zero = whole.coeff.new_zeros((whole.coeff.shape[0], *self.before))
-        value, pull, *_ = torch.func.vjp(torch.vmap(self.function), zero)
-        return dot(whole.coeff, value), [whole.like(pull(whole.coeff)[0])]
-
-    def forward(self, *values: Tensor) -> Tensor:
-        result: Tensor = torch.vmap(self.function)(*values)
-        return result
-
-    def spread(self, *radii: Tensor) -> Tensor:
-        return self._magnitude(radii[0]) - self._magnitude(0 * radii[0][:1])
-
-    def constants(self) -> Tensor:
-        zero = torch.zeros((1, *self.before), dtype=torch.float64, device=self.device)
-        return self._magnitude(zero)
-
-    def _magnitude(self, values: Tensor) -> Tensor:
-        result: Tensor = torch.vmap(self.magnitude)(values)
-        return result
-
-    def terms(self, *sizes: Tensor) -> float:
-        return self.count
-
-
-@dataclass(frozen=True)
 class Activation(Op):
     """``max(h, leak * h)`` in every coordinate: ReLU (``leak = 0``) and leaky ReLU."""
 
@@ -457,7 +416,7 @@ class Graph:
                 )
                 if isinstance(op, Conv2d):
                     side = (side - 1) * op.stride[0] + op.dilation[0] * (op.weight.shape[2] - 1) + 1
-                elif isinstance(op, (Linear, Reshape, Move, Generic)):
+                elif isinstance(op, (Linear, Reshape, Move)):
                     side = math.inf
                 for source in op.inputs:
                     sides[source] = max(side, sides.get(source, 0.0))

@@ -2,7 +2,7 @@
 
 A value of the program at batch 1 is a value of the graph: its shape is that of one image, without a
 first dimension of 1. What does not depend on the image is computed once. Operators that are linear
-in what depends on the image are interpreted as they are (:class:`~.graph.Generic`); those with code
+in what depends on the image are interpreted as they are (:class:`~.graph.Linear`); those with code
 of their own are faster with it. A scalar function is fused with everything before it that is a
 function of the same number, so that its lines are those of the whole (:class:`~.curves.Curve`).
 """
@@ -28,7 +28,6 @@ from wball.certificates.graph import (
     Conv2d,
     Curved,
     Diagonal,
-    Generic,
     Graph,
     Input,
     Known,
@@ -55,7 +54,7 @@ OpOverload = type(aten.relu.default)
 LARGEST_PRODUCT = 2**22
 """Products of pairs in one matrix product, at most."""
 
-MATRIX = 2**20
+MATRIX = 2**25
 """Numbers of a matrix that stands for an operator, at most."""
 
 
@@ -308,10 +307,8 @@ class _Reader:
         map_arg(tree, found.append)
         return [n for n in found if n in self.place]
 
-    def _function(
-        self, node: Node, part: int | None = None, absolute: bool = False
-    ) -> Callable[..., Tensor]:
-        """A node as a function of one image's values; with the magnitudes of its coefficients."""
+    def _function(self, node: Node, part: int | None = None) -> Callable[..., Tensor]:
+        """A node as a function of one image's values."""
         sources = self.sources(node)
         target: Any = VIEWS.get(node.target, node.target)
         actual = [tuple(self.values[n].shape) for n in sources]
@@ -326,7 +323,7 @@ class _Reader:
                 held = self.values[n]
                 if not isinstance(held, Tensor) or not held.is_floating_point():
                     return held
-                return held.to(dtype).abs() if absolute else held.to(dtype)
+                return held.to(dtype)
 
             args, kwargs = map_arg((node.args, dict(node.kwargs)), fill)
             result = target(*args, **kwargs)
@@ -352,35 +349,22 @@ class _Reader:
         return self.add(Move(self.name, places, shape, before, index, shift[None]))
 
     def _summed(self, node: Node) -> int:
-        """Small operators as a matrix, others as they are."""
+        """The matrix of an operator."""
         (source,) = (self.at(n) for n in self.sources(node))
         before, shape = self.ops[source].shape, self.shape(node)
-        function, size = self._function(node), math.prod(before)
-        if size * math.prod(shape) > MATRIX:
-            about = self.name, (source,), shape, before, function
-            magnitude = self._function(node, absolute=True)
-            return self.add(Generic(*about, magnitude, self._terms(node), self.device))
-        unit = torch.eye(size, dtype=torch.float64, device=self.device).reshape(size, *before)
-        bias = function(torch.zeros_like(unit[0])).flatten()
-        weight = torch.vmap(function)(unit).flatten(1) - bias
-        return self._matrix_of(source, weight.T, bias, shape)
+        numbers, size = math.prod(before) * math.prod(shape), math.prod(shape)
+        if numbers > MATRIX:
+            raise self.refusal(node, f"its matrix has {numbers} numbers, at most {MATRIX} are held")
+        zero = torch.zeros(before, dtype=torch.float64, device=self.device)
+        bias, pull, *_ = torch.func.vjp(self._function(node), zero)
+        unit = torch.eye(size, dtype=torch.float64, device=self.device)
+        (weight,) = torch.vmap(pull)(unit.reshape(size, *shape))
+        return self._matrix_of(source, weight.flatten(1), bias.flatten(), shape)
 
     def _matrix_of(self, source: int, weight: Tensor, bias: Tensor | None, shape: Shape) -> int:
         flat = self.reshaped(source, (weight.shape[1],))
         found = self.add(Linear(self.name, (flat,), (weight.shape[0],), weight, bias))
         return self.reshaped(found, shape)
-
-    def _terms(self, node: Node) -> float:
-        """How many products are summed in one value, at most."""
-        before = max(self.values[n].numel() for n in self.sources(node))
-        if node.target is aten.convolution.default:
-            weight = self._value(node.args[1])
-            return float(max(weight[0].numel(), weight[:, 0].numel()) + 1)
-        if node.target in FACTORS:
-            return float(self.values[_factors(node)[0]].shape[-1] + 1)
-        if node.target in (aten.mean.dim, aten.sum.dim_IntList):
-            return float(before // self.values[node].numel())
-        return float(before)
 
     # ---- arithmetic
 
