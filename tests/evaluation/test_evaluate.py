@@ -272,7 +272,7 @@ def test_what_is_not_a_number_is_not_right() -> None:
 def test_a_model_that_changes_between_calls_is_found() -> None:
     """Whatever holds the state: the model is asked the same again at the end."""
     (model, x, y), calls = problem(4), itertools.count()
-    result = measure(lambda z: model(z) * (1.0 if next(calls) < 60 else 0.5), x, y, batch_size=2)
+    result = measure(lambda z: model(z) * (1.0 if next(calls) < 30 else 0.5), x, y, batch_size=2)
     assert "changed-answers" in {w.code for w in result.warnings} and not result.reliable
     assert not measure(model, x, y, batch_size=2).warnings
 

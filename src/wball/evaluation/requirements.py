@@ -69,7 +69,7 @@ class Requirement:
             eps, share = float(radius), _number(rest)
         except ValueError:
             eps, share = -1.0, None
-        known = (share is None and rest and not certified) or (
+        known = (share is None and rest and ":" not in rest and not certified) or (
             share is not None and 0 <= share <= 1
         )
         if not (0 <= eps < math.inf and known):
