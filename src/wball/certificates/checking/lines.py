@@ -104,7 +104,8 @@ def _spans(*operands: Operand) -> list[Span]:
 
 
 def _add(a: Operand, b: Operand, *, alpha: float = 1.0) -> Span:
-    a, b = _spans(a, b if alpha == 1 else _multiply(b, alpha))
+    scaled = _multiply(b, alpha) if alpha != 1 and isinstance(b, Span) else b
+    a, b = _spans(a, scaled if isinstance(b, Span) else b * alpha)
     return a.becomes(_plus(a.value, b.value), _plus(a.slope, b.slope), a.error + b.error)
 
 
