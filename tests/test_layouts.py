@@ -100,6 +100,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "frank-wolfe": attacked(wball.FrankWolfe(BALL, steps=2, until_success=False)),
     "linf pgd": attacked(wball.PGD(LINF, steps=2, until_success=False)),
     "score search": attacked(wball.ScoreSearch(BALL, queries=10, directions=2)),
+    "decision search": attacked(wball.DecisionSearch(BALL, queries=45, directions=2)),
     "standard": attacked(wball.StandardAttack(BALL, version="fast", check=False)),
     "smallest radius": lambda m, x, y, z, g: wball.minimal_radius(
         m, x, y, wball.DualAveraging(BALL, steps=2), hi=0.5

@@ -63,6 +63,7 @@ __all__ = [
     "save_weights",
     "to_tensors",
     "AttackResult",
+    "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
     "PGD",

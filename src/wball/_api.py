@@ -6,6 +6,7 @@ them is used."""
 from wball.attacks import (
     PGD as PGD,
     AttackResult as AttackResult,
+    DecisionSearch as DecisionSearch,
     DualAveraging as DualAveraging,
     FrankWolfe as FrankWolfe,
     ScoreSearch as ScoreSearch,

@@ -29,6 +29,7 @@ OPERATIONS = {
     "sample": 0.12,
     "dual averaging": 0.08,
     "score search": 0.02,
+    "decision search": 0.02,
     "pgd": 0.04,
     "frank-wolfe": 0.05,
     "certify": 0.02,

@@ -238,6 +238,13 @@ ATTACKS: dict[str, Callable[[wball.WassersteinBall, Case, np.random.Generator], 
         step_size=float(rng.choice(STEP_SIZES)),
         objective=str(rng.choice(OBJECTIVES)),
     ),
+    "decision search": lambda ball, case, rng: wball.DecisionSearch(
+        ball,
+        queries=int(rng.choice([45, 60])),
+        directions=2,
+        until_success=bool(rng.random() < 0.5),
+        step_size=float(rng.choice(STEP_SIZES[:3])),
+    ),
     "pgd": lambda ball, case, rng: wball.PGD(
         ball,
         steps=int(rng.choice([1, 2])),

@@ -2,6 +2,7 @@
 
 from wball.attacks.attack import Attack, AttackResult, AttackStatus
 from wball.attacks.base import GradientAttack
+from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.frank_wolfe import FrankWolfe
 from wball.attacks.minimal_radius import MinimalRadius, minimal_radius
@@ -14,6 +15,7 @@ __all__ = [
     "Attack",
     "AttackResult",
     "AttackStatus",
+    "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
     "GradientAttack",

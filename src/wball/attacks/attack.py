@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from wball import inputs, progress
 from wball.attacks.findings import Finding, merged, reliable
+from wball.attacks.levels import check_on_levels, rounded
 from wball.ball import Ball, check_ball
 from wball.display import Explained, Summarised, percent
 from wball.inputs import result_dtype
@@ -37,6 +38,9 @@ from wball.result import joined_kernels
 
 PROGRESS_AFTER = 2_000_000
 """Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
+
+PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
+"""Shares of the way from the image to the example that :func:`to_levels` tries."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,9 @@ class Attack(ABC):
         progress: show a bar on stderr; ``None`` shows it on long runs.
         proofs: return the plans that prove the distances, if the attack has them
             (``result.proof``).
+        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they
+            survive being stored (256: as 8-bit images); the images must be on the levels, too
+            (:mod:`wball.attacks.levels`).
         target: class that every image shall be predicted as; ``None`` for any wrong class. A call
             with ``target`` sets one class per image instead.
     """
@@ -210,9 +217,12 @@ class Attack(ABC):
     batch_size: int | None = None
     progress: bool | None = None
     proofs: bool = False
+    levels: int | None = None
     target: int | None = None
 
     def __post_init__(self) -> None:
+        if self.levels is not None:
+            inputs.check_count("levels", self.levels, 2)
         check_ball(self.ball)
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
@@ -278,6 +288,8 @@ class Attack(ABC):
         target = None if target is None else inputs.check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
         x = x.to(result_dtype(x))
+        if self.levels is not None:
+            check_on_levels(x, self.levels)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
         with torch.inference_mode(False):
@@ -321,7 +333,10 @@ class Attack(ABC):
         return joined(parts)
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result with only the examples that :func:`wball.model.judge` confirms."""
+        """The result with only the examples that :func:`wball.model.judge` confirms, rounded to
+        pixel levels if there are any."""
+        if self.levels is not None:
+            return to_levels(found, self.ball, task, self.levels, Task.judge)
         claimed = found.success.nonzero().squeeze(1)
         if claimed.numel() == 0 or not task.confirm:
             return found
@@ -411,6 +426,44 @@ def joined(parts: list[AttackResult]) -> AttackResult:
         kernel=joined_kernels(part.kernel for part in parts),
         proof=StoredPlan.joined(proofs) if len(proofs) == len(parts) else None,
         findings=merged(finding for part in parts for finding in part.findings),
+    )
+
+
+def to_levels(
+    result: AttackResult,
+    ball: Ball,
+    task: Task,
+    levels: int,
+    judge: Callable[[Task, Tensor], Tensor],
+) -> AttackResult:
+    """Round the examples of a result to pixel levels. An image whose example cannot be kept becomes
+    the clean image without success. ``judge(task, images)`` decides which images meet the goal."""
+    x, already = task.x, judge(task, task.x)
+    images, success = x.clone(), already.clone()
+    distance = torch.zeros_like(result.distance)
+    for share in PULLED_BACK:
+        left = (result.success & ~success).nonzero().squeeze(1)
+        if left.numel() == 0:
+            break
+        start = x[left]
+        points = rounded(start + share * (result.images[left] - start), start, levels)
+        wrong = judge(task.take(left), points)
+        left, points = left[wrong], points[wrong]
+        if left.numel() == 0:
+            continue
+        inside = ball.take(left)
+        far = inside.violations(x[left], points)
+        kept = far.within(inside.eps)
+        where = left[kept]
+        images[where], success[where] = points[kept], True
+        distance[where] = far.distance[kept].to(distance)
+    status = list(result.status)
+    for i in already.nonzero().flatten().tolist():
+        status[i] = AttackStatus.ALREADY_WRONG
+    for i in (result.success & ~success).nonzero().flatten().tolist():
+        status[i] = AttackStatus.SURVIVED
+    return replace(
+        result, images=images, success=success, distance=distance, status=tuple(status), proof=None
     )
 
 

@@ -12,7 +12,8 @@ name                 untargeted (true class y)                 targeted (class t
 ``"cross-entropy"``  :math:`\log\sum_{k \ne y} e^{o_k} - o_y`  :math:`o_t - \log\sum_{k \ne t}
                                                                e^{o_k}`
 ``"margin"``         :math:`\max_{k \ne y} o_k - o_y`          :math:`o_t - \max_{k \ne t} o_k`
-``"dlr"``            margin / :math:`(o_{(1)} - o_{(3)})`      margin / :math:`(o_{(1)} - o_{(3)})`
+``"dlr"``            margin / :math:`(o_{(1)} - o_{(3)})`      :math:`o_t - o_y` / :math:`(o_{(1)} -
+                                                               (o_{(3)} + o_{(4)})/2)`
 ``"runner-up-k"``    :math:`o_r - o_y`, r = k-th best          as ``"margin"``
                      wrong class of the clean image
 ===================  ========================================  =====================================
@@ -107,12 +108,20 @@ def margin(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
 
 
 def dlr(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
-    """Difference of logits ratio: the margin in units of the spread of the largest three logits, so
-    invariant to their scale. With two classes, this is the margin."""
-    if logits.shape[1] < 3:
+    """Difference of logits ratio: the margin in units of the spread of the largest logits, so
+    invariant to their scale.
+
+    The formula needs three classes, four if targeted; with fewer this is the margin.
+    """
+    if logits.shape[1] < (3 if target is None else 4):
         return margin(logits, y, target)
-    top = logits.topk(3, 1).values
-    return margin(logits, y, target) / (top[:, 0] - top[:, 2] + torch.finfo(logits.dtype).eps)
+    top = logits.topk(4 if target is not None else 3, 1).values
+    tiny = torch.finfo(logits.dtype).eps
+    if target is not None:
+        return (_at(logits, target) - _at(logits, y)) / (
+            top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + tiny
+        )
+    return margin(logits, y) / (top[:, 0] - top[:, 2] + tiny)
 
 
 @dataclass(frozen=True)
@@ -380,6 +389,12 @@ class AttackBatch:
         if self._progress is not None:
             self._progress.step(self._active.numel())
 
+    def succeeds(self, z: Tensor) -> Tensor:
+        """Which images meet the goal at ``z``, without offering ``z`` as a candidate."""
+        with torch.no_grad():
+            self.queries += 1
+            return self.reached(ask(self.task.model, z))
+
     def offer(self, state: State) -> Tensor:
         """Offer a candidate without computing its gradient. Returns its logits."""
         with torch.no_grad():
@@ -539,8 +554,11 @@ class GradientAttack(Attack):
     ) -> AttackResult:
         if len(task) == 0:
             return empty(task.x)
+        # Examples that will be rounded are improved to the end: at the boundary rounding undoes
+        # them.
+        until_success = self.until_success and self.levels is None
         objective = find_objective(self.objective)
-        batch = AttackBatch(task, self.ball, objective, self.until_success, progress, self.clearly)
+        batch = AttackBatch(task, self.ball, objective, until_success, progress, self.clearly)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)

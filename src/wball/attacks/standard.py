@@ -243,8 +243,8 @@ class StandardAttack(Attack):
         return replace(best, findings=self._findings(view, task, best, first, last))
 
     def stored(self, found: AttackResult, task: Task) -> AttackResult:
-        """The result as it is: the view judges the members' examples."""
-        return found
+        """The result on the levels. The view judges the members' examples."""
+        return found if self.levels is None else super().stored(found, task)
 
     def _findings(
         self,

@@ -34,7 +34,7 @@ from wball.kernels import dispatch
 from wball.paper import clamped
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, Status, SupportResult
-from wball.solvers.distance import Potentials, distance
+from wball.solvers.distance import DualPotentials, distance
 from wball.solvers.gradients import (
     attached,
     differentiable_projection,
@@ -185,7 +185,7 @@ class Oracle(Protocol):
     def __call__(self, b: Tensor) -> OraclePoint: ...
 
     def along(self, g: Tensor, nats: float) -> Tensor:
-        """Potentials whose point is nearly the farthest along ``g``, of a size of some ``nats``."""
+        """DualPotentials whose point is nearly the farthest along ``g``, of a size of some ``nats``."""
         ...
 
     def take(self, index: Tensor) -> Oracle: ...
@@ -238,7 +238,7 @@ class ProjectionOracle(Projector):
         return super().__call__(self.x + per_image(self._scale, self.x) * b)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
-        """Potentials of the farthest point itself, which any size reaches."""
+        """DualPotentials of the farthest point itself, which any size reaches."""
         way = self.ball.support(self.x, g).point - self.x
         return way / per_image(self._scale.clamp(min=1e-30), way)
 
@@ -421,11 +421,11 @@ class WassersteinBall(Ball):
     @overload
     def distance(
         self, x: Tensor, z: Tensor, *, plans: Plans = ..., potentials: Literal[True]
-    ) -> tuple[Tensor, Potentials]: ...
+    ) -> tuple[Tensor, DualPotentials]: ...
 
     def distance(
         self, x: Tensor, z: Tensor, *, plans: Plans = "window", potentials: bool = False
-    ) -> Tensor | tuple[Tensor, Potentials]:
+    ) -> Tensor | tuple[Tensor, DualPotentials]:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see
         :mod:`wball.solvers.distance`.
 

@@ -15,7 +15,7 @@ moves between pixels with mass. :mod:`wball.auditing.violations` says how roundi
 ``i -> k``, nor for p > 1. The problem is first solved on short moves. Moves that the dual prices
 violate are added until there are none: the optimum is then that of all moves.
 
-*Potentials* ``a`` and ``b`` solve the dual problem: ``a_i + b_j <= C_ij``, and their sum over the
+*DualPotentials* ``a`` and ``b`` solve the dual problem: ``a_i + b_j <= C_ij``, and their sum over the
 mass is the distance. They are a subgradient of it; for ``p = 1`` and full plans ``-b = a`` is the
 1-Lipschitz function of Kantorovich and Rubinstein. ``z`` is scaled to the mass of ``x``, so ``b``
 is shifted such that scaling ``z`` changes nothing: ``<b, z> = 0`` in each channel.
@@ -43,7 +43,7 @@ PRICE_TOL = 1e-10
 """By how much dual prices may exceed the cost of a move, as a fraction of the largest cost."""
 
 
-class Potentials(NamedTuple):
+class DualPotentials(NamedTuple):
     """Dual potentials of the distance, images like ``x``: ``<rows, x> + <columns, z>`` is the
     distance, in its unit."""
 
@@ -58,7 +58,7 @@ def distance(
     *,
     relative: bool = True,
     plans: Literal["window", "full"] = "window",
-) -> tuple[Tensor, Potentials]:
+) -> tuple[Tensor, DualPotentials]:
     """Transport distance from ``x`` to ``z`` per image, and its potentials, float64 on ``x``'s
     device.
 
@@ -102,11 +102,11 @@ def distance(
     unit = mass if relative else torch.ones_like(mass)
     scale = per_image(unit.clamp(min=1e-300), start)
     parts = ((part / scale).view(x.shape).to(x.device) for part in (rows, columns))
-    return over(total, unit).to(x.device), Potentials(*parts)
+    return over(total, unit).to(x.device), DualPotentials(*parts)
 
 
 def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tuple[Array, Array]:
-    """Potentials of all pixels: the largest ones that the prices of pixels with mass permit, 0
+    """DualPotentials of all pixels: the largest ones that the prices of pixels with mass permit, 0
     where no move permits any mass."""
     rows = np.full(len(a), -math.inf)
     rows[found.rows] = found.row_prices
