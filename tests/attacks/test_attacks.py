@@ -16,8 +16,8 @@ from problems import Case
 from wball import (
     PGD,
     AttackResult,
-    DenseCost,
     DecisionSearch,
+    DenseCost,
     DualAveraging,
     FrankWolfe,
     GridCost,

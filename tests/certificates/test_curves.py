@@ -10,28 +10,28 @@ from torch import Tensor, nn
 import wball
 from certificates.exact import gap
 from wball.certificates import UnsupportedModule, certify, register
-from wball.certificates.curves import FUNCTIONS, Curve, Lines, Step, Value, curve_lines
+from wball.certificates.curves import FUNCTIONS, Curve, CurveStep, Lines, Value, curve_lines
 
 aten = torch.ops.aten
 
 CURVES = {
     **{f"{target}": Curve.of(target) for target in FUNCTIONS},
-    "square": Curve((Step(aten.mul.Tensor, (Value(0), Value(0)), {}),)),
-    "cube": Curve((Step(aten.pow.Tensor_Scalar, (Value(0), 3), {}),)),
+    "square": Curve((CurveStep(aten.mul.Tensor, (Value(0), Value(0)), {}),)),
+    "cube": Curve((CurveStep(aten.pow.Tensor_Scalar, (Value(0), 3), {}),)),
     "swish": Curve(
         (
-            Step(aten.sigmoid.default, (Value(0),), {}),
-            Step(aten.mul.Tensor, (Value(0), Value(1)), {}),
+            CurveStep(aten.sigmoid.default, (Value(0),), {}),
+            CurveStep(aten.mul.Tensor, (Value(0), Value(1)), {}),
         )
     ),
     "step": Curve(
         (
-            Step(aten.gt.Scalar, (Value(0), 0.3), {}),
-            Step(aten.sin.default, (Value(0),), {}),
-            Step(aten.where.self, (Value(1), Value(0), Value(2)), {}),
+            CurveStep(aten.gt.Scalar, (Value(0), 0.3), {}),
+            CurveStep(aten.sin.default, (Value(0),), {}),
+            CurveStep(aten.where.self, (Value(1), Value(0), Value(2)), {}),
         )
     ),
-    "leaky relu": Curve((Step(aten.leaky_relu.default, (Value(0), 0.2), {}),)),
+    "leaky relu": Curve((CurveStep(aten.leaky_relu.default, (Value(0), 0.2), {}),)),
 }
 
 

@@ -265,7 +265,7 @@ for _kind in ("Tensor", "Scalar"):
 
 
 @dataclass(frozen=True)
-class Step:
+class CurveStep:
     """One operation of a curve; arguments that are a :class:`Value` are those of earlier steps."""
 
     target: Any
@@ -284,12 +284,12 @@ class Value:
 class Curve:
     """A scalar function: operations on one number and constants."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[CurveStep, ...]
 
     @staticmethod
     def of(*targets: Any) -> Curve:
         """One function after the other."""
-        return Curve(tuple(Step(f, (Value(k),), {}) for k, f in enumerate(targets)))
+        return Curve(tuple(CurveStep(f, (Value(k),), {}) for k, f in enumerate(targets)))
 
     def __call__(self, v: Tensor) -> Tensor:
         def run(target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from wball.certificates import curves
-from wball.certificates.curves import Curve, Step, Value
+from wball.certificates.curves import Curve, CurveStep, Value
 from wball.certificates.graph import (
     Activation,
     Conv2d,
@@ -454,7 +454,7 @@ class _Reader:
         if root is None:
             raise self.refusal(node, "it is not a function of one number of the image")
         index: dict[Any, Value] = {root: Value(0)}
-        steps: list[Step] = []
+        steps: list[CurveStep] = []
 
         def visit(n: Any) -> Any:
             if n not in self.roots:
@@ -462,7 +462,7 @@ class _Reader:
             if n not in index:
                 args, kwargs = map_arg((n.args, dict(n.kwargs)), visit)
                 kwargs = {k: v for k, v in kwargs.items() if k == "alpha"}
-                steps.append(Step(n.target, tuple(args), kwargs))
+                steps.append(CurveStep(n.target, tuple(args), kwargs))
                 index[n] = Value(len(steps))
             return index[n]
 

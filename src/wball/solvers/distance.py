@@ -15,7 +15,7 @@ moves between pixels with mass. :mod:`wball.auditing.violations` says how roundi
 ``i -> k``, nor for p > 1. The problem is first solved on short moves. Moves that the dual prices
 violate are added until there are none: the optimum is then that of all moves.
 
-*DualPotentials* ``a`` and ``b`` solve the dual problem: ``a_i + b_j <= C_ij``, and their sum over the
+*Potentials* ``a`` and ``b`` solve the dual problem: ``a_i + b_j <= C_ij``, and their sum over the
 mass is the distance. They are a subgradient of it; for ``p = 1`` and full plans ``-b = a`` is the
 1-Lipschitz function of Kantorovich and Rubinstein. ``z`` is scaled to the mass of ``x``, so ``b``
 is shifted such that scaling ``z`` changes nothing: ``<b, z> = 0`` in each channel.

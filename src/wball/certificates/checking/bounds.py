@@ -28,12 +28,12 @@ from torch import Tensor
 from wball.certificates.checking.lines import LinePair, known, lines, product
 from wball.certificates.checking.network import (
     UNIT,
-    Affine,
     Bend,
-    Curve,
+    Bow,
     Kink,
+    LinearMap,
     Network,
-    Product,
+    PairProduct,
     Unfollowed,
     gamma,
 )
@@ -79,7 +79,7 @@ class ImageRows:
     charges: Tensor | None
 
 
-Step = tuple[Tensor, Tensor, Sequence[Tensor]]
+RowStep = tuple[Tensor, Tensor, Sequence[Tensor]]
 """What rows gain at a node, the magnitudes that enter it, and rows over the values it reads."""
 
 
@@ -123,7 +123,7 @@ class Checker:
             if node is None:
                 low, high = self.domain.ranges()
                 off = torch.zeros_like(low)
-            elif isinstance(node, Affine):
+            elif isinstance(node, LinearMap):
                 low, high, off = self._intervals(index, node)
             else:
                 self._bound(index, node)
@@ -150,7 +150,7 @@ class Checker:
         middle = (low + high) / 2
         return middle, torch.maximum(high - middle, middle - low) * (1 + 4 * UNIT)
 
-    def _intervals(self, index: int, node: Affine) -> tuple[Tensor, Tensor, Tensor]:
+    def _intervals(self, index: int, node: LinearMap) -> tuple[Tensor, Tensor, Tensor]:
         """Bounds of an affine node from the ranges of its inputs, and the model's rounding."""
         ranges = [self._range(k) for k in node.before]
         centre = node.run([middle for middle, _ in ranges])
@@ -182,7 +182,7 @@ class Checker:
             if bool((low > high).any()):
                 self.empty = True
                 return
-        if isinstance(bend, Curve):
+        if isinstance(bend, Bow):
             low, high = self.low[bend.before[0]], self.high[bend.before[0]]
             self.curves[index] = lines(bend.chain, low, high, self.network.kind)
 
@@ -221,10 +221,10 @@ class Checker:
     def _after(self, index: int, bend: Bend) -> tuple[Tensor, Tensor, Tensor]:
         """The range of the values of a bend, and the model's rounding."""
         low, high = self.low[bend.before[0]], self.high[bend.before[0]]
-        if isinstance(bend, Curve):  # lines account for it
+        if isinstance(bend, Bow):  # lines account for it
             line = self.curves[index]
             return line.least, line.most, torch.zeros_like(low)
-        if isinstance(bend, Product):
+        if isinstance(bend, PairProduct):
             first, second = bend.before
             lows = bend.seen([self.low[first], self.low[second]])
             highs = bend.seen([self.high[first], self.high[second]])
@@ -323,10 +323,10 @@ class Checker:
                 (more, entered, parts), charge = self._activation(index, at, row, anchor, given)
                 if charge is not None:
                     charges = charge if charges is None else (charges + charge) * (1 + 4 * UNIT)
-            elif isinstance(at, Affine):
+            elif isinstance(at, LinearMap):
                 entered, parts = row.abs() @ self.sizes[index], at.transposed(row)
                 more = row @ at.const
-            elif isinstance(at, Curve):
+            elif isinstance(at, Bow):
                 more, entered, parts = self._curve(index, at, row)
             else:
                 more, entered, parts = self._factors(at, row)
@@ -342,7 +342,9 @@ class Checker:
     def _counts(self) -> list[tuple[float, float]]:
         """Values and terms of the nodes so far."""
         nodes = zip(self.low, self.network.nodes, strict=False)
-        return [(len(low), node.terms if isinstance(node, Affine) else 0.0) for low, node in nodes]
+        return [
+            (len(low), node.terms if isinstance(node, LinearMap) else 0.0) for low, node in nodes
+        ]
 
     # ---- bends
 
@@ -362,7 +364,7 @@ class Checker:
         row: Tensor,
         anchor: ChargedUnits | None,
         given: Parameters,
-    ) -> tuple[Step, Tensor | None]:
+    ) -> tuple[RowStep, Tensor | None]:
         """Relax an activation: lines below with the given slopes; above, the chord and a share of
         the anchored bound. The price of a limit of what it reads is added."""
         low, high, leak = self.low[bend.before[0]], self.high[bend.before[0]], bend.leak
@@ -396,7 +398,7 @@ class Checker:
         size = negative.abs() @ shift.abs() + row.abs() @ most + price.abs() @ most
         return (negative @ shift + price @ limit, size, [out]), charge
 
-    def _factors(self, node: Product, row: Tensor) -> Step:
+    def _factors(self, node: PairProduct, row: Tensor) -> RowStep:
         """With ``|x - c| <= r`` and ``|y - d| <= s``, ``|x y - (d x + c y - c d)| <= r s``."""
         (c, r), (d, s) = map(self._range, node.before)
         (c, d), (r, s) = node.seen([c, d]), node.seen([r, s])
@@ -405,7 +407,7 @@ class Checker:
         parts = [view.transposed(part)[0] for view, part in pairs]
         return -(row @ (c * d)) - row.abs() @ (r * s), size, parts
 
-    def _curve(self, index: int, node: Curve, row: Tensor) -> Step:
+    def _curve(self, index: int, node: Bow, row: Tensor) -> RowStep:
         line, positive, negative = self.curves[index], row.clamp(min=0), row.clamp(max=0)
         out = positive * line.under + negative * line.over
         size = positive @ line.under_shift.abs() - negative @ line.over_shift.abs()

@@ -213,7 +213,7 @@ class Place(int):
 
 
 @dataclass(frozen=True)
-class Step:
+class Link:
     """One operation of a chain; tensors among its arguments are flat, one number for each unit."""
 
     name: str
@@ -221,13 +221,13 @@ class Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def take(self, index: Tensor) -> Step:
+    def take(self, index: Tensor) -> Link:
         """The same for some of the units."""
         args = tuple(a[index] if isinstance(a, Tensor) else a for a in self.args)
         return replace(self, args=args)
 
 
-Chain = tuple[Step, ...]
+Chain = tuple[Link, ...]
 
 
 def follow(chain: Chain, low: Tensor, high: Tensor, kind: torch.finfo) -> Span:

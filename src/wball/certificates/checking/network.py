@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from wball.certificates.checking.lines import OPERATIONS, Chain, Place, Step, follow
+from wball.certificates.checking.lines import OPERATIONS, Chain, Link, Place, follow
 from wball.certificates.curves import FUNCTIONS
 from wball.certificates.program import Program, place_of, probes
 
@@ -53,7 +53,7 @@ def gamma(terms: float) -> float:
 
 
 @dataclass
-class Affine:
+class LinearMap:
     """An affine function of the values of the nodes ``before``, flat.
 
     Attributes:
@@ -119,7 +119,7 @@ class Kink:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Bow:
     """A function of one number in every place."""
 
     before: tuple[int]
@@ -127,17 +127,17 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Product:
+class PairProduct:
     """The product of two values in every place, in the shape that ``views`` give them."""
 
     before: tuple[int, int]
-    views: tuple[Affine, Affine]
+    views: tuple[LinearMap, LinearMap]
 
     def seen(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [view.run([v]) for view, v in zip(self.views, values, strict=True)]
 
 
-Bend = Kink | Curve | Product
+Bend = Kink | Bow | PairProduct
 
 
 @dataclass
@@ -145,12 +145,12 @@ class Network:
     """Nodes in the order they run: node 0 is the image (``None``), the last one has the logits."""
 
     program: Program
-    nodes: list[Affine | Bend | None] = field(default_factory=list)
+    nodes: list[LinearMap | Bend | None] = field(default_factory=list)
     deadline: float = math.inf  # of time.monotonic
 
     def __post_init__(self) -> None:
         self.kind = torch.finfo(self.program.dtype)
-        self.nodes = _Reader(self.program).network()
+        self.nodes = _NodeReader(self.program).network()
 
     @cached_property
     def kinks(self) -> dict[str, int]:
@@ -163,11 +163,11 @@ class Network:
         for node in self.nodes[1:]:
             assert node is not None
             read = [held[k] for k in node.before]
-            if isinstance(node, Affine):
+            if isinstance(node, LinearMap):
                 held.append(node.run(read))
             elif isinstance(node, Kink):
                 held.append(torch.maximum(read[0], node.leak * read[0]))
-            elif isinstance(node, Product):
+            elif isinstance(node, PairProduct):
                 held.append(torch.mul(*node.seen(read)))
             else:
                 low, high = follow(node.chain, read[0], read[0], self.kind).value
@@ -253,7 +253,7 @@ def _nodes(tree: Any) -> list[Node]:
     return found
 
 
-class _Reader:
+class _NodeReader:
     """Turns the nodes of a program into those of a network.
 
     Attributes:
@@ -272,7 +272,7 @@ class _Reader:
         )
         self.roots = {program.image: [program.image]}
         self.places = {program.image: 0}
-        self.nodes: list[Affine | Bend | None] = [None]
+        self.nodes: list[LinearMap | Bend | None] = [None]
         self.shapes: list[Shape] = [(1, *program.shape)]
         with torch.no_grad():
             for node in program.nodes:
@@ -302,7 +302,7 @@ class _Reader:
     def _shape(self, node: Node) -> Shape:
         return tuple(getattr(self.values[node], "shape", ()))
 
-    def network(self) -> list[Affine | Bend | None]:
+    def network(self) -> list[LinearMap | Bend | None]:
         """The nodes that the logits depend on."""
         logits = self.program.logits
         needed = {logits, *self._needs(logits)}
@@ -369,7 +369,7 @@ class _Reader:
             return self._linear(node)
         raise self.refused(node, "the operator is not known; wball.certificates.register adds it")
 
-    def add(self, node: Affine | Bend, shape: Sequence[int]) -> int:
+    def add(self, node: LinearMap | Bend, shape: Sequence[int]) -> int:
         if math.prod(shape) > LARGEST:
             raise Unfollowed(
                 f"a layer of {math.prod(shape)} values, the checker handles up to {LARGEST}"
@@ -382,7 +382,7 @@ class _Reader:
         self, before: Sequence[int], run: Callable[..., Tensor], shape: Shape, terms: float = 0.0
     ) -> int:
         shapes = [self.shapes[k] for k in before]
-        return self.add(Affine(tuple(before), shapes, run, terms), shape)
+        return self.add(LinearMap(tuple(before), shapes, run, terms), shape)
 
     # ---- kinds of nodes
 
@@ -394,7 +394,7 @@ class _Reader:
             new = {n for n in self._reads(left.pop()) if n is not root} - wanted
             wanted |= new
             left += new
-        found, steps = {root: Place(0)}, list[Step]()
+        found, steps = {root: Place(0)}, list[Link]()
 
         def operand(n: Node) -> Any:
             value = found.get(n, self.values.get(n))
@@ -406,9 +406,9 @@ class _Reader:
             if n in wanted:
                 args = map_arg(n.args, operand)
                 scale = {k: v for k, v in n.kwargs.items() if k == "alpha"}
-                steps.append(Step(_name(n), n.target, tuple(args), scale))
+                steps.append(Link(_name(n), n.target, tuple(args), scale))
                 found[n] = Place(len(steps))
-        return self.add(Curve((place,), tuple(steps)), shape)
+        return self.add(Bow((place,), tuple(steps)), shape)
 
     @staticmethod
     def _constant(value: Any) -> Any:
@@ -427,8 +427,8 @@ class _Reader:
         first, second = (self.places[a] for a in node.args[:2])  # type: ignore[index]
         shape = self._shape(node)
         if self._divides(node):
-            inverse = Step("reciprocal", aten.reciprocal.default, (Place(0),), {})
-            second = self.add(Curve((second,), (inverse,)), self.shapes[second])
+            inverse = Link("reciprocal", aten.reciprocal.default, (Place(0),), {})
+            second = self.add(Bow((second,), (inverse,)), self.shapes[second])
         return self._multiplied(
             first, second, lambda v: v.expand(shape), lambda v: v.expand(shape), shape
         )
@@ -442,10 +442,10 @@ class _Reader:
         shape: Shape,
     ) -> int:
         views = [
-            Affine((place,), [self.shapes[place]], lambda absolute, v, view=view: view(v), 0.0)
+            LinearMap((place,), [self.shapes[place]], lambda absolute, v, view=view: view(v), 0.0)
             for place, view in ((first, one), (second, other))
         ]
-        return self.add(Product((first, second), (views[0], views[1])), shape)
+        return self.add(PairProduct((first, second), (views[0], views[1])), shape)
 
     def _factors(self, node: Node) -> tuple[Any, ...]:
         """The factors of a product of matrices."""
