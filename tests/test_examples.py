@@ -1,4 +1,5 @@
-"""The scripts in ``examples/`` run as they are."""
+"""The scripts in ``examples/`` run as they are (``examples/pool.py``:
+``tests/evaluation/test_merge.py``)."""
 
 from __future__ import annotations
 
@@ -57,12 +58,23 @@ def submitted(script: str, words: list[str], environment: dict[str, str], folder
 
 
 @pytest.mark.slow
-def test_a_slurm_script_runs_where_slurm_does_not(cluster: dict[str, str], tmp_path: Path) -> None:
-    """Two processes share one evaluation."""
+def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_path: Path) -> None:
+    """Two processes share one evaluation; a part of an array of jobs is one of its own."""
     attack = ["--attack", "dual-averaging", "--eps", "0.05"]
     words = f"mnist-standard --data sample --limit 4 --out {tmp_path / 'all'}".split()
     submitted("evaluate.sbatch", [*words, *attack], cluster, tmp_path)
     assert len(wball.load_evaluation(tmp_path / "all")) == 4
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    x, y = wball.load_sample("mnist")
+    for label in range(10):  # a folder without images is no class
+        path = tmp_path / "images" / "part-1" / str(label) / "0.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray((255 * x[y == label][0, 0]).byte().numpy()).save(path)
+    words = f"mnist-standard {tmp_path / 'images'} {tmp_path / 'parts'} --grey".split()
+    submitted("parts.sbatch", [*words, *attack], cluster, tmp_path)
+    assert len(wball.load_evaluation(tmp_path / "parts" / "part-1")) == 10
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ __all__ = [
     "explore",
     "write_report",
     "load_evaluation",
+    "merge_evaluations",
     "list_models",
     "load_dataset",
     "load_folder",

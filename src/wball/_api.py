@@ -37,6 +37,7 @@ from wball.evaluation import (
     evaluate as evaluate,
     explore as explore,
     load_evaluation as load_evaluation,
+    merge_evaluations as merge_evaluations,
 )
 from wball.fetch import download as download
 from wball.paper import (

@@ -238,7 +238,7 @@ class ProjectionOracle(Projector):
         return super().__call__(self.x + per_image(self._scale, self.x) * b)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
-        """DualPotentials of the farthest point itself, which any size reaches."""
+        """Potentials of the farthest point itself, which any size reaches."""
         way = self.ball.support(self.x, g).point - self.x
         return way / per_image(self._scale.clamp(min=1e-30), way)
 

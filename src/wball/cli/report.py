@@ -1,4 +1,4 @@
-"""``wball report``: evaluations as a page, or as figures."""
+"""``wball report``: evaluations as a page, as figures, or joined into one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def report(
             "--out",
             "-o",
             metavar="PATH",
-            help="file to write: .html or .tex",
+            help="file to write (.html or .tex), or folder for the joined evaluation",
         ),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="join evaluations of parts of a data set into one")
+    ] = False,
     figures: Annotated[
         Path | None,
         typer.Option(
@@ -43,12 +46,28 @@ def report(
     \b
         wball report out/a out/b --out both.html
         wball report out/a --figures figures --format png
-    """
-    from wball.evaluation import load_evaluation
-    from wball.report import write_report
 
-    console, written = open_console(), list[Path]()
-    results = [load_evaluation(folder) for folder in folders]
+    Join evaluations of parts of a data set, made with the same settings, into one:
+
+    \b
+        wball report out/part-1 out/part-2 --merge --out out/all
+    """
+    from wball.evaluation import exit_code, load_evaluation, merge_evaluations
+    from wball.report import write_csv, write_report
+
+    console, code, written = open_console(), 0, list[Path]()
+    if merge:
+        folder = out or Path("out/merged")
+        if (folder / "results.json").exists():
+            raise typer.BadParameter(f"{folder} contains results: choose another folder (--out)")
+        results = [merge_evaluations(folders)]
+        results[0].save(folder)
+        console.print(results[0].table())
+        console.print(printable(results[0].verdict()), markup=False)
+        written = [folder, write_csv(results, folder / "results.csv")]
+        out, code = folder / "report.html", exit_code(results, [])
+    else:
+        results = [load_evaluation(folder) for folder in folders]
     if out is not None or figures is None:
         written.append(write_report(results, out or Path("report.html")))
     for one, other in itertools.pairwise(results):
@@ -59,4 +78,4 @@ def report(
 
         written += save_figures(results, figures, kind)
     console.print(printable(f"written: {', '.join(map(str, written))}"), markup=False)
-    return 0
+    return code

@@ -1,6 +1,7 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
 from wball.evaluation.exhibit import explore
+from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.requirements import (
     Check,
     Comparison,
@@ -37,4 +38,5 @@ __all__ = [
     "explore",
     "exit_code",
     "load_evaluation",
+    "merge_evaluations",
 ]

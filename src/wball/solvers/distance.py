@@ -106,7 +106,7 @@ def distance(
 
 
 def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tuple[Array, Array]:
-    """DualPotentials of all pixels: the largest ones that the prices of pixels with mass permit, 0
+    """Potentials of all pixels: the largest ones that the prices of pixels with mass permit, 0
     where no move permits any mass."""
     rows = np.full(len(a), -math.inf)
     rows[found.rows] = found.row_prices
