@@ -50,6 +50,7 @@ def projected_sinkhorn(
     ``reg`` is the paper's lambda. ``tol=0`` does exactly ``max_iter`` iterations. The pixel range
     of the ball is not enforced.
 
+    >>> import wball
     >>> x = torch.eye(4)[None, None]
     >>> projected_sinkhorn(x, x.flip(3), wball.WassersteinBall(0.1), 100.0, tol=0).n_iter
     tensor([50])

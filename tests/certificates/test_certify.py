@@ -383,7 +383,10 @@ def test_networks_of_photos_are_refused_at_once() -> None:
     assert found.status == (CertificateStatus.UNKNOWN,) and time.monotonic() - start < 20
 
 
-def test_certificates_show_their_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_certificates_show_their_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wball.progress.WRITTEN", 0.0)
     net, x = conv_net(5), images(2, 1, 16, 5)
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
     proof = certify(net, x, y, ball, progress=True)

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "cannot read Around",
     ),
     "a branch on the batch": (lambda: Batched(plain), "Batched"),
-    "a buffer": (lambda: Counting(plain), "changes seen"),
+    "a buffer": (lambda: Counting(plain), r"changes (model\.)?seen"),
     "a counter": (lambda: Growing(plain), "answers something else|cannot read"),
     "compiled only": (lambda: Precise(plain), "answers something else"),
     "a mean over the batch": (lambda: before(lambda h: h - h.mean(0, True)), "other images"),

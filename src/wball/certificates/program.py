@@ -364,7 +364,7 @@ def check_agreement(model: nn.Module, program: Program, x: Tensor) -> None:
     """Refuse a program whose logits differ from the module's by more than rounding: at images and
     at points around them, in two batch sizes.
 
-    How much rounding there is, is seen by running the program in float64.
+    How much rounding there is, is seen by running the program in float32 and in float64.
     """
     points = probes(x).to(program.dtype)
     with evaluating(model):
@@ -372,7 +372,9 @@ def check_agreement(model: nn.Module, program: Program, x: Tensor) -> None:
             ours = _finite(program.run(part))
             exact = _finite(program.run(part.double()))
             theirs = _finite(ask(model, part))
-            noise = SAFETY * (ours.double() - exact).abs().amax(0)
+            coarse = _finite(program.run(part.float())).double()
+            finer = torch.finfo(ours.dtype).eps / torch.finfo(torch.float32).eps
+            noise = SAFETY * finer * (coarse - exact).abs().amax(0)
             noise = noise + 64 * torch.finfo(ours.dtype).eps * exact.abs().amax(0)
             if ours.shape != theirs.shape or bool(((ours - theirs).abs() > noise).any()):
                 raise UnsupportedModule(
