@@ -215,6 +215,7 @@ class Intervals:
         if error is not None:
             bounds.errors[place] = error = error.expand(radius.shape)
             radius = radius + error
+        assert not bool((radius < 0).any()), f"{op.name}: negative radius"
         return centre, radius.clamp(max=UNKNOWN)
 
     def _relaxed(self, place: int, op: Op, bounds: Bounds) -> tuple[Tensor, Tensor, list[Tensor]]:
