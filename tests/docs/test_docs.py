@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.importorskip("jinja2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WBALL_KERNEL", os.environ.get("WBALL_KERNEL", "auto"))  # restored after
-    names: dict[str, object] = {"__name__": "page"}
+    pasted = ModuleType("page")  # classes of a page must be found again, as those of a notebook are
+    monkeypatch.setitem(sys.modules, "page", pasted)
+    names = vars(pasted)
     text = page.read_text(encoding="utf-8")
     for found in BLOCK.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
