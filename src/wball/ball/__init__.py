@@ -433,16 +433,16 @@ class WassersteinBall(Ball):
         returned as well, whose sum over the mass is the distance: ``<rows, x> + <columns, z>``.
         """
         x, relative = inputs.check_images(x, self.box), self.mass == "relative"
-        found, prices = distance(self.cost, x, z, relative=relative, plans=plans)
+        found, solve = distance(self.cost, x, z, relative=relative, plans=plans)
         if want_gradient(x, z):
             shared = found / masses(x.detach()).clamp(min=1e-300) if relative else 0.0 * found
 
             def pull(gradient: Tensor) -> tuple[Tensor, Tensor]:
-                scale = per_image(gradient, x)
+                scale, prices = per_image(gradient, x), solve()
                 return scale * (prices.rows - per_image(shared, x)), scale * prices.columns
 
             found = attached(found, pull, x, z)
-        return (found, prices) if potentials else found
+        return (found, solve()) if potentials else found
 
     def violations(
         self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None

@@ -24,6 +24,7 @@ is shifted such that scaling ``z`` changes nothing: ``<b, z> = 0`` in each chann
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -58,9 +59,9 @@ def distance(
     *,
     relative: bool = True,
     plans: Literal["window", "full"] = "window",
-) -> tuple[Tensor, DualPotentials]:
-    """Transport distance from ``x`` to ``z`` per image, and its potentials, float64 on ``x``'s
-    device.
+) -> tuple[Tensor, Callable[[], DualPotentials]]:
+    """Transport distance from ``x`` to ``z`` per image, float64 on ``x``'s device, and a function
+    that returns its potentials.
 
     Args:
         cost: ground cost.
@@ -90,19 +91,23 @@ def distance(
     else:
         matched = partial(match_channel, moves)
     total = torch.zeros(len(x), dtype=torch.float64)
-    rows, columns = torch.zeros_like(start), torch.zeros_like(end)
+    solved: list[dict[int, Matching]] = [{} for _ in start]
     for k, (a, b) in enumerate(zip(start.numpy(), end.numpy(), strict=True)):
-        found: dict[int, Matching] = {}
-        total[k] = transport_cost(matched, a, b, found)
-        for channel, one in found.items():
-            prices = _everywhere(moves, a[channel].ravel(), b[channel].ravel(), one)
-            for whole, part in zip((rows, columns), prices, strict=True):
-                whole[k, channel] = torch.from_numpy(part).view(height, width)
+        total[k] = transport_cost(matched, a, b, solved[k])
     mass = start.flatten(1).sum(1)
     unit = mass if relative else torch.ones_like(mass)
-    scale = per_image(unit.clamp(min=1e-300), start)
-    parts = ((part / scale).view(x.shape).to(x.device) for part in (rows, columns))
-    return over(total, unit).to(x.device), DualPotentials(*parts)
+
+    def potentials() -> DualPotentials:
+        whole = torch.zeros(2, *start.shape, dtype=torch.float64)
+        for k, found in enumerate(solved):
+            for channel, one in found.items():
+                a, b = (image[k, channel].flatten().numpy() for image in (start, end))
+                prices = np.stack(_everywhere(moves, a, b, one))
+                whole[:, k, channel] = torch.from_numpy(prices).view(2, height, width)
+        whole /= per_image(unit.clamp(min=1e-300), start)
+        return DualPotentials(*whole.view(2, *x.shape).to(x.device))
+
+    return over(total, unit).to(x.device), potentials
 
 
 def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tuple[Array, Array]:
@@ -112,7 +117,6 @@ def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tupl
     rows[found.rows] = found.row_prices
     columns = np.full(len(b), math.inf)
     np.minimum.at(columns, moves.target, moves.price - rows[moves.source])
-    columns = np.where(np.isfinite(columns), columns, math.inf)
     rows = np.full(len(a), math.inf)
     np.minimum.at(rows, moves.source, moves.price - columns[moves.target])
     rows, columns = (np.where(np.isfinite(part), part, 0.0) for part in (rows, columns))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from wball.kernels.projected_sinkhorn import COLD_PRICE, Projection, projected_s
 from wball.kernels.row_maximum import linear_maximum
 from wball.plan import FactoredPlan, StoredPlan
 from wball.solvers.problem import TransportProblem, as_images
-
-if TYPE_CHECKING:
-    from wball.ball import Ball
 
 ROUNDINGS = 2
 """Roundings of a point: one when columns are summed, one when the plan is scaled to the budget.
@@ -187,7 +184,7 @@ class EntropicProjection(_Oracle):
         grid = as_images(problem.x)
         return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
 
-    def within(self, ball: Ball) -> None:
+    def within(self, ball: Any) -> None:
         """Continue in a ball of another radius."""
         problem = ball.problem(self.problem.x)
         assert problem is not None
