@@ -131,6 +131,14 @@ def test_a_mask_that_is_neither_opened_nor_seen_has_fooled_the_attack() -> None:
     assert masks.judged({**row, "mask": "rounding to 1/8", "reliable": False}, 10.0)["fooled"]
 
 
+def test_an_attack_that_distrusts_everything_has_failed_the_masks() -> None:
+    bare = {"mask": masks.NONE, "robust": 10.0, "reliable": False}
+    assert masks.judged(bare, 10.0)["fooled"]
+    assert not masks.judged({**bare, "reliable": True}, 10.0)["fooled"]
+    shut = {"mask": "rounding to 1/8", "robust": 90.0, "reliable": False}
+    assert masks.judged(shut, 10.0)["unreliable"] and masks.judged(shut, 10.0)["fooled"]
+
+
 def test_public_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {case.model for case in public.CASES if not case.architecture}
     assert named <= set(wball.public_models())

@@ -91,6 +91,25 @@ def public_checks(path: Path) -> list[Table]:
     return [Table(head, cells, f"First {found['images']:,} test digits, version 7")]
 
 
+def masked(path: Path) -> list[Table]:
+    """How many masks the standard attack opens, and how many it calls unreliable."""
+    found = _content(path)
+    cells = []
+    for model, eps in dict.fromkeys((row["model"], row["eps"]) for row in found["rows"]):
+        bare, *rows = (row for row in found["rows"] if (row["model"], row["eps"]) == (model, eps))
+        groups = (
+            [row for row in rows if row["opened"]],
+            [row for row in rows if row["opened"] and row["unreliable"]],
+            [row for row in rows if not row["opened"] and row["unreliable"]],
+            [row for row in rows if row["fooled"]],
+        )
+        counts = [str(len(group)) for group in groups]
+        cells.append([f"`{model}`", f"{eps:g}", f"{bare['robust']:.0f} %", str(len(rows)), *counts])
+    head = ["network", "eps", "bare", "masks", "opened", "opened, but called unreliable"]
+    head += ["not opened, called unreliable", "fooled the attack"]
+    return [Table(head, cells, f"First {found['images']:,} test digits")]
+
+
 def steps(path: Path) -> list[Table]:
     """What a step of adversarial training costs."""
     rows = [row for row in _content(path)["rows"] if row["threads"] == 1]
@@ -237,6 +256,7 @@ class Source:
 
 TABLES = {
     "public-checks": Source(public_checks, "public_checks.json"),
+    "masks": Source(masked, "masks.json"),
     "summary": Source(
         summary,
         "leaderboard.json",
