@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,7 @@ class _Solved(Summarised):
         return torch.tensor([status in good for status in self.status], dtype=torch.bool)
 
 
-@dataclass(frozen=True)
-class Duals:
+class Duals(NamedTuple):
     """Dual variables. Those of a projection start another one warm: ``init=result.duals``.
 
     ``beta`` is the column potential (of a projection in image units, ``z = clip(w - beta)``),

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.linear import BALL, RADII, attack, measure, problem
-from wball import CertificateResult, DualAveraging, Evaluation, WassersteinBall, audit
+from wball import (
+    PGD,
+    CertificateResult,
+    DecisionSearch,
+    DualAveraging,
+    Evaluation,
+    FrankWolfe,
+    ScoreSearch,
+    WassersteinBall,
+    audit,
+)
+from wball.attacks import Attack, GrowingRadius
+from wball.attacks.standard import MEMBERS, Member
 from wball.evaluation import FolderInUse, Names, OtherSettings, Storage, evaluate
 from wball.storage.files import locked, read_tensors, write_tensors, write_whole
 
 batches = importlib.import_module("wball.evaluation.batches")
+journal = importlib.import_module("wball.evaluation.journal")
+FILES = ("results.json", "examples.safetensors", "exhibit.safetensors")
 
 
 class Dies(Exception):
@@ -221,6 +236,93 @@ def test_counterexamples_of_complete_certificates_count_as_broken() -> None:
     assert not result.rejected
     assert audit(ball, result.examples["original"], result.examples["adversarial"]).valid.all()
     assert (model(result.examples["adversarial"]).argmax(1) != y[broken]).all()
+
+
+class Slow(Fragile):
+    """A model that takes its time, on a clock of its own, and dies when that has run out."""
+
+    EACH = 0.012
+    """Seconds for an image; three times as much where a gradient is taken."""
+
+    def __init__(self, model: nn.Module, seconds: float = math.inf) -> None:
+        super().__init__(model, 10**9)
+        self.seconds, self.clock = seconds, 0.0
+
+    def monotonic(self) -> float:
+        return self.clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock += self.EACH * len(x) * (3 if torch.is_grad_enabled() else 1)
+        if self.clock > self.seconds:
+            raise Dies
+        return super().forward(x)
+
+
+def test_an_interruption_costs_at_most_thirty_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is killed, a run of a slow model whose members take 43 seconds does not ask it
+    again for more than thirty, and ends with the same bytes."""
+    members = tuple(Member(name, steps=100) for name in ("cross-entropy", "margin"))
+    monkeypatch.setitem(MEMBERS, "fast", members)
+
+    def run(out: Path, seconds: float = math.inf) -> float:
+        model, x, y = problem()
+        slow = Slow(model, seconds)
+        monkeypatch.setattr(journal, "time", slow)
+        settings: dict[str, Any] = {"attack": "fast", "batch_size": len(x), "radii": [0.002]}
+        with contextlib.suppress(Dies):
+            measure(slow, x, y, out=out, name=Names("m", command="c"), **settings)
+        return slow.clock
+
+    whole, lost = run(tmp_path / "whole"), list[float]()
+    assert whole > 90
+    for seconds in (8, 40, 60, 90):
+        out = tmp_path / f"after {seconds}"
+        lost.append(run(out, seconds) + run(out) - whole)
+        for name in FILES:
+            assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert max(lost) <= 30, lost
+
+
+RESUMED: dict[str, Attack] = {
+    "noise and plans": attack(random_start=2.0, noise=0.2, memory=0.9),
+    "images that drop out": DualAveraging(BALL, steps=30, step_size=0.3),
+    "frank-wolfe": FrankWolfe(BALL, steps=10),
+    "exact projections": PGD(BALL, steps=12),
+    "growing radius": PGD(BALL, steps=12, growth=GrowingRadius(1.05, 3), step_size=0.02),
+    "scores": ScoreSearch(BALL, queries=200),
+    "labels": DecisionSearch(BALL, queries=400),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_attack_goes_on_after_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also inside of the search for the smallest radius, which runs it several times."""
+    monkeypatch.setattr(journal, "SAVE_EVERY", 0.0)
+    model, x, y = problem(6)
+    radii = "minimal" if name == "images that drop out" else [0.01]
+    settings: dict[str, Any] = {"radii": radii, "attack": RESUMED[name].at(0.01)}
+    settings["name"] = Names("m", command="c")
+    counted, resumed = Fragile(model, 10**9), list[int]()
+    ball = WassersteinBall(0.01)
+    evaluate(counted, x, y, ball, out=tmp_path / "whole", **settings)
+    whole, resume = 10**9 - counted.calls[0], journal.Journal.resume
+
+    def seen(*args: Any) -> int:
+        resumed.append(resume(*args))
+        return resumed[-1]
+
+    monkeypatch.setattr(journal.Journal, "resume", seen)
+    for calls in (whole // 2, whole // 3, whole // 2, 10**9):
+        with contextlib.suppress(Dies):
+            evaluate(Fragile(model, calls), x, y, ball, out=tmp_path / "parts", **settings)
+    assert max(resumed) > 0
+    for file in FILES:
+        whole_file, parts = ((tmp_path / run / file).read_bytes() for run in ("whole", "parts"))
+        assert whole_file == parts
 
 
 def test_an_interrupted_standard_attack_goes_on_after_its_last_member(

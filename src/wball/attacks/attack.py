@@ -18,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
@@ -38,6 +39,10 @@ from wball.result import joined_kernels
 
 PROGRESS_AFTER = 2_000_000
 """Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
+
+JOURNAL: ContextVar[Any] = ContextVar("wball_journal", default=None)
+"""Keeps what attacks found and where they are, so that an interrupted evaluation can be resumed
+(:class:`wball.evaluation.journal.Journal`)."""
 
 PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
 """Shares of the way from the image to the example that :func:`to_levels` tries."""
@@ -233,11 +238,26 @@ class Attack(ABC):
     ) -> AttackResult:
         """Attack a batch of validated images that fits in memory, on a prepared model."""
 
+    def attempt(
+        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+    ) -> AttackResult:
+        """:meth:`attack_batch`, or what it returned before an interruption."""
+        run, journal = self.attack_batch, JOURNAL.get()
+        found: AttackResult = (
+            run(task, generator, progress)
+            if journal is None
+            else journal(self, task, generator, progress)
+        )
+        return found
+
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Hook: called once with the unchanged model before the attack."""
 
-    def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
-        """The attack after it has inspected the model, for repeated calls on such images."""
+    def prepared(
+        self, model: Model, x: Tensor, y: Tensor, known: dict[str, Any] | None = None
+    ) -> Attack:
+        """The attack after it has inspected the model, for repeated calls on such images;
+        ``known`` is what an earlier inspection found."""
         return self
 
     @property
@@ -255,7 +275,7 @@ class Attack(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, to be stored with an evaluation."""
-        hidden = {"ball", "progress", "check", "proofs", "view", "journal", "extra"}
+        hidden = {"ball", "progress", "check", "proofs", "view", "extra"}
         if self.target is None:
             hidden.add("target")
         shown = [item.name for item in fields(self) if item.name not in hidden]
@@ -312,7 +332,7 @@ class Attack(ABC):
                 progress.batch(start, index.numel())
             try:
                 part, attack = task.take(index), self.take(index)
-                parts.append(attack.stored(attack.attack_batch(part, generator, progress), part))
+                parts.append(attack.stored(attack.attempt(part, generator, progress), part))
             except RuntimeError as error:
                 if not out_of_memory(error) or size == 1:
                     raise

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from inspect import signature
@@ -45,6 +45,7 @@ from torch.nn import functional as F
 
 from wball import inputs
 from wball.attacks.attack import (
+    JOURNAL,
     STATUSES,
     Attack,
     AttackResult,
@@ -53,7 +54,7 @@ from wball.attacks.attack import (
     Task,
     empty,
 )
-from wball.attacks.recording import RECORDERS, WORTH, recorded
+from wball.attacks.recording import RECORDERS, WORTH, put, recorded, tensors_in
 from wball.ball import Ball
 from wball.inputs import per_image
 from wball.model import ask, check_classes, full_precision, reached
@@ -219,8 +220,9 @@ class State:
         return True
 
     def parts(self) -> tuple[object, ...]:
-        """The objects whose attributes a step changes."""
-        return (self,)
+        """The objects whose attributes a step changes, if they are known: then an interrupted
+        attack can go on after its last step."""
+        return ()
 
     def take(self: AnyState, index: Tensor) -> AnyState:
         """The state of a subset of the images: attributes with one entry per image are indexed."""
@@ -265,6 +267,7 @@ class AttackBatch:
         steps_done: steps so far.
         queries: forward passes so far, of each image that is still attacked.
         kernel: the implementations used by the ball so far.
+        active: positions of the images that are still attacked.
     """
 
     def __init__(
@@ -317,7 +320,7 @@ class AttackBatch:
             success.clone(),
         )  # fmt: skip
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
-        self._active = torch.arange(x.shape[0], device=x.device)
+        self.active = torch.arange(x.shape[0], device=x.device)
 
     @property
     def x(self) -> Tensor:
@@ -348,7 +351,7 @@ class AttackBatch:
         """Require a proof with every candidate from now on. Returns the proof of the unchanged
         images; ``None`` if the ball has no plans."""
         whole = plan_of_nothing(kind, self.ball, self._all.z)
-        part = None if whole is None else whole.take(self._active)
+        part = None if whole is None else whole.take(self.active)
         self._all_proof, self._proof = whole, part
         return part
 
@@ -387,7 +390,7 @@ class AttackBatch:
         """Count a step, for progress and for :meth:`survivors`."""
         self.steps_done += 1
         if self._progress is not None:
-            self._progress.step(self._active.numel())
+            self._progress.step(self.active.numel())
 
     def succeeds(self, z: Tensor) -> Tensor:
         """Which images meet the goal at ``z``, without offering ``z`` as a candidate."""
@@ -452,11 +455,16 @@ class AttackBatch:
         if not self.until_success:
             return None
         kept = (~self._best.clear).nonzero().squeeze(1)
-        count = self._active.numel()
+        count = self.active.numel()
         if kept.numel() == count or count - kept.numel() < least * count:
             return None
+        self.keep(kept)
+        return kept
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with the images at these positions."""
         self._put()
-        self._active, self._best = self._active[kept], self._best.at(kept)
+        self.active, self._best = self.active[kept], self._best.at(kept)
         self._proof = None if self._proof is None else self._proof.take(kept)
         self.task, self.ball, self.logits = (
             self.task.take(kept),
@@ -464,11 +472,10 @@ class AttackBatch:
             self.logits[kept],
         )
         self._aim = None if self._aim is None else self._aim[kept]
-        return kept
 
     @property
     def empty(self) -> bool:
-        return self._active.numel() == 0
+        return self.active.numel() == 0
 
     def finish(self) -> _Best:
         self._put()
@@ -480,9 +487,9 @@ class AttackBatch:
         return self._all_proof
 
     def _put(self) -> None:
-        self._all.put(self._active, self._best)
+        self._all.put(self.active, self._best)
         if self._proof is not None and self._all_proof is not None:
-            self._all_proof = self._all_proof.put(self._active, self._proof)
+            self._all_proof = self._all_proof.put(self.active, self._proof)
 
 
 @dataclass(frozen=True)
@@ -524,15 +531,19 @@ class GradientAttack(Attack):
 
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Run all steps, dropping images that are broken."""
-        loop, replay, device = _Loop(self, batch, generator), None, batch.x.device
+        loop, replay, device = Loop(self, batch, generator), None, batch.x.device
         wanted = device.type in RECORDERS and not loop.state.reads_host
-        for step in range(self.n_gradients):
+        journal = JOURNAL.get() if loop.state.parts() else None
+        begun = 0 if journal is None else journal.resume(loop)
+        for step in range(begun, self.n_gradients):
+            if journal is not None and step:  # after one step every attribute has its form
+                journal.keep(loop, step)
             batch.count_step()
             kept, left = batch.survivors(), self.n_gradients - 1 - step
             if kept is not None:
                 if batch.empty:
                     return
-                loop.state, loop.gradient = loop.state.take(kept), loop.gradient[kept]
+                loop.take(kept)
                 replay = None
             state = loop.state
             if replay is not None and left:
@@ -544,7 +555,7 @@ class GradientAttack(Attack):
                 batch.offer(self.advance(state, loop.gradient))
             elif wanted and left >= WORTH and step > 0:
                 state.n_steps = torch.full((), step, dtype=torch.float64, device=device)
-                replay = recorded(loop.step, (loop, batch, *state.parts()), device, generator)
+                replay = recorded(loop.step, loop.owners(), device, generator)
                 wanted = replay is not None
             else:
                 loop.step()
@@ -602,7 +613,7 @@ class SteppedAttack(GradientAttack):
         return self.steps
 
 
-class _Loop:
+class Loop:
     """The state that one step of an attack reads and changes."""
 
     def __init__(
@@ -621,6 +632,43 @@ class _Loop:
                 f"z of shape {tuple(self.batch.x.shape)}, got {seen}"
             )
         return state
+
+    def owners(self) -> tuple[object, ...]:
+        """The objects whose attributes a step changes."""
+        return (self, self.batch, *self.state.parts())
+
+    def take(self, kept: Tensor) -> None:
+        """Go on with a subset of the images."""
+        self.state, self.gradient = self.state.take(kept), self.gradient[kept]
+
+    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state as tensors, and as plain data."""
+        tensors, plain = {"active": self.batch.active}, {}
+        for place, owner, name in self._slots():
+            value = getattr(owner, name)
+            if isinstance(value, (int, float, str)):
+                plain[place] = value
+            tensors |= {f"{place} {k}": part for k, part in enumerate(tensors_in(value))}
+        return tensors, plain
+
+    def restore(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+        """Return to the state that was :meth:`packed`, from the start of the same attack."""
+        kept = torch.isin(self.batch.active.cpu(), tensors["active"]).nonzero().squeeze(1)
+        kept = kept.to(self.batch.x.device)
+        self.batch.keep(kept)
+        self.take(kept)
+        self.step()  # gives every attribute its form; the content is replaced
+        for place, owner, name in self._slots():
+            parts = tensors_in(getattr(owner, name))
+            if place in plain:
+                setattr(owner, name, plain[place])
+            elif parts:
+                stored = [tensors[f"{place} {k}"].to(part.device) for k, part in enumerate(parts)]
+                put(owner, name, stored)
+
+    def _slots(self) -> list[tuple[str, object, str]]:
+        owners = enumerate(self.owners())
+        return [(f"{k} {name}", owner, name) for k, owner in owners for name in vars(owner)]
 
     def step(self) -> None:
         """Advance to the next candidates and compute their gradient."""

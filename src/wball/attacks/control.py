@@ -55,7 +55,7 @@ def missed_in_full_ball(
             break
         draws, part = torch.Generator(x.device).manual_seed(0), task.take(left)
         full = attack.at(FULL).take(left)
-        found = full.attack_batch(replace(part, model=view.model), draws)
+        found = full.attempt(replace(part, model=view.model), draws)
         left = left[~(found.success & view.judge(part, found.images))]
     share = left.numel() / max(1, here.numel())
     return Finding("full-ball-survivors", math.ceil(share * every.numel()), survived.numel())

@@ -60,6 +60,9 @@ class _Boundary(State):
     reachable: Tensor
     succeeds: Callable[[Tensor], Tensor]
 
+    def parts(self) -> tuple[object, ...]:
+        return (self,)
+
 
 @dataclass(frozen=True)
 class DecisionSearch(GradientAttack):

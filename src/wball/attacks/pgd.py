@@ -71,6 +71,9 @@ class _Projected(State):
     eps: float | Tensor
     projector: Projector | EntropicProjection
 
+    def parts(self) -> tuple[object, ...]:
+        return self, self.projector
+
 
 @dataclass(frozen=True)
 class PGD(SteppedAttack):
@@ -186,12 +189,10 @@ class PGD(SteppedAttack):
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, projector=projector)
 
     def _grow(self, state: _Projected) -> None:
-        """Increase the radius if the schedule requires it at this step."""
-        step = int(state.n_steps)
-        if self.growth is None or step % self.growth.every != 0:
-            return
-        state.ball = state.ball.at(self.growth.at(state.eps, step))
-        state.projector.within(state.ball)
+        """Set the radius that the schedule requires at this step."""
+        if self.growth is not None:
+            state.ball = state.ball.at(self.growth.at(state.eps, int(state.n_steps)))
+            state.projector.within(state.ball)
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         self._grow(state)

@@ -76,7 +76,7 @@ RECORDERS: dict[str, Callable[[Replay, torch.device, torch.Generator], Replay]] 
 """How the work of a function is recorded, by type of device."""
 
 
-def _tensors(value: object) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """The tensors in an attribute: a single tensor, a named tuple of them, or those of a plan."""
     if isinstance(value, StoredPlan):
         return value.tensors()
@@ -84,7 +84,8 @@ def _tensors(value: object) -> list[Tensor]:
     return list(held) if all(isinstance(one, Tensor) for one in held) else []
 
 
-def _put(owner: object, name: str, tensors: Sequence[Tensor]) -> None:
+def put(owner: object, name: str, tensors: Sequence[Tensor]) -> None:
+    """Replace the tensors in an attribute."""
     value: Any = getattr(owner, name)
     if isinstance(value, StoredPlan):
         value = value.with_tensors(tensors)
@@ -105,7 +106,7 @@ class Recording:
     def __init__(self, step: Replay, owners: Sequence[object], generator: torch.Generator) -> None:
         self._step, self._generator = step, generator
         self._owned = [(owner, name) for owner in owners for name in vars(owner)]
-        self._before = [_tensors(getattr(*slot)) for slot in self._owned]
+        self._before = [tensors_in(getattr(*slot)) for slot in self._owned]
         self._seeds = generator.get_state()
         self._slots, self._buffers = list[tuple[Any, int]](), list[Tensor]()
 
@@ -115,7 +116,7 @@ class Recording:
         # Tensors that a step replaces get a buffer; others are read in place.
         first = list[Tensor]()
         for slot, old in zip(self._owned, self._before, strict=True):
-            new = _tensors(getattr(*slot))
+            new = tensors_in(getattr(*slot))
             if [(t.shape, t.dtype) for t in old] != [(t.shape, t.dtype) for t in new]:
                 raise RuntimeError(f"a step changes the shape of {slot[1]}")
             if any(o is not n for o, n in zip(old, new, strict=True)):
@@ -145,7 +146,7 @@ class Recording:
         """One step that reads from the buffers and writes to them."""
         self._step()
         owned = {t.untyped_storage().data_ptr() for t in self._buffers}
-        made = [t for (slot, _) in self._slots for t in _tensors(getattr(*slot))]
+        made = [t for (slot, _) in self._slots for t in tensors_in(getattr(*slot))]
         # A step may move the content of one buffer to another: copy it before overwriting any.
         self._load([t.clone() if t.untyped_storage().data_ptr() in owned else t for t in made])
         self._hold()
@@ -159,7 +160,7 @@ class Recording:
         buffers = iter(self._buffers)
         for slot, count in self._slots:
             owner, name = slot
-            _put(owner, name, [next(buffers) for _ in range(count)])
+            put(owner, name, [next(buffers) for _ in range(count)])
 
     def _disagreement(self, expected: Sequence[Tensor]) -> float:
         """Share of the images whose candidates or gradients differ from the expected ones."""

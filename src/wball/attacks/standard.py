@@ -52,9 +52,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -82,14 +81,11 @@ from wball.attacks.base import (
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, ModelWarning, merged
 from wball.attacks.score_search import ScoreSearch
-from wball.attacks.views import LOOKED_AT, View, best_view, find_signs
+from wball.attacks.views import LOOKED_AT, View, best_view, find_signs, view_again
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
 
 Version = Literal["standard", "fast"]
-Journal = Callable[[Task, torch.Generator, Callable[[], AttackResult]], AttackResult]
-"""Runs the attack of a member on a task, or returns its stored result if it ran before an
-interruption (:mod:`wball.evaluation.journal`)."""
 
 VERSION = 7
 """Number of the member list; results name it."""
@@ -166,14 +162,12 @@ class StandardAttack(Attack):
         check: warn of signs that a robust accuracy may be an artefact
             (:class:`wball.attacks.findings.ModelWarning`).
         view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
-        journal: keeps the result of each member, so that an interrupted attack can be resumed.
     """
 
     version: Version = "standard"
     extra: Sequence[Attack] = ()
     check: bool = True
     view: View | None = field(default=None, repr=False, compare=False)
-    journal: Journal | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,13 +201,17 @@ class StandardAttack(Attack):
         for message in find_signs(model, x, y).values() if self.check else ():
             warnings.warn(message, ModelWarning, stacklevel=3)
 
-    def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
+    def prepared(
+        self, model: Model, x: Tensor, y: Tensor, known: dict[str, Any] | None = None
+    ) -> StandardAttack:
         """The attack with a fixed view of the model, for several calls on one model, such as at
         several radii."""
         if self.view is not None:
             return self
         first, labels = x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()
         with as_found(model, x.device), torch.inference_mode(False):
+            if known is not None:
+                return replace(self, view=view_again(model, first, known))
             return replace(self, view=best_view(model, first, labels, self.ball))
 
     def attack_batch(
@@ -307,10 +305,8 @@ class _Chain:
             return
         task = self._task.take(here)
         part = replace(task, model=self._view.model, start=None if start is None else start[here])
-        run = partial(attack.take(here).attack_batch, part, self._generator, self._progress)
-        journal = self._attack.journal
         with full_precision():  # examples that exist in TF32 only would end the search
-            found = run() if journal is None else journal(part, self._generator, run)
+            found = attack.take(here).attempt(part, self._generator, self._progress)
         found, self._clear[here] = _judged(found, self._view, task)
         if self.best is None:
             self.best, better = found, torch.ones_like(found.success)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,10 @@ class View:
     def is_useful(self) -> bool:
         return self.useful >= MOST
 
+    def known(self) -> dict[str, Any]:
+        """All but the model, as plain data."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
+
     def judge(self, task: Task, z: Tensor) -> Tensor:
         """Which images meet the goal; for random models, by a majority of :data:`ANSWERS`
         outputs."""
@@ -135,6 +140,20 @@ class View:
         with torch.no_grad(), full_precision():
             every = [reached(ask(task.model, z), task.y, task.target) for _ in range(ANSWERS)]
         return torch.stack(every).sum(0) * 2 > ANSWERS
+
+
+def _seen(model: Model, first: Tensor, random: bool) -> Model:
+    """The model, or its stand-ins, with logarithms, scale and average as its outputs need them."""
+    with torch.no_grad():
+        view = partial(_logarithms, model) if are_probabilities(ask(model, first)) else model
+        view = _scaled(view, ask(view, first))
+    return partial(_averaged, view) if random else view
+
+
+def view_again(model: Model, x: Tensor, known: dict[str, Any]) -> View:
+    """The view of a prepared model that :func:`best_view` has chosen on the same images."""
+    seen = model if known["own"] else StandIns(model)
+    return View(_seen(seen, x[:LOOKED_AT], known["random"]), **known)
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
@@ -147,14 +166,8 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
         random = any(bool(answers_differ(outputs, other).any()) for other in again)
         probabilities = are_probabilities(outputs)
 
-    def seen(view: Model) -> Model:
-        with torch.no_grad():
-            view = partial(_logarithms, view) if are_probabilities(ask(view, first)) else view
-            view = _scaled(view, ask(view, first))
-        return partial(_averaged, view) if random else view
-
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
-    view = own = seen(model)
+    view = own = _seen(model, first, random)
     if right.numel() == 0:
         return View(own, 1.0, True, random, probabilities)
     x, y, ball = x[right], y[right], ball.take(right)
@@ -164,7 +177,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     least = CLEAR_IF_RANDOM if random else CLEAR
     open_model = StandIns(model)
     try:
-        other = seen(open_model)
+        other = _seen(open_model, first, random)
         other_slope = _slope(other, points, y)
         if open_model.replaces_scores or not torch.equal(slope, other_slope):
             worth = WORTH_IF_CLEAR if float(cosine.mean()) >= least else WORTH

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus, StandardAttack, minimal_radius
-from wball.attacks.attack import Task
+from wball.attacks.attack import JOURNAL, Task
 from wball.attacks.base import SteppedAttack
 from wball.attacks.findings import CODES, Finding
 from wball.attacks.views import find_signs
@@ -239,7 +239,7 @@ class Batches:
             "adversarial": x.cpu().clone(),
             "logits": logits,
         }
-        work = {"done": 0, "attacked": False, "tried": 0}
+        work = {"done": 0, "attacked": False, "tried": 0, "view": None}
         found: dict[str, Any] = {"rejected": [], "findings": {}, "disagreements": []}
         return _Batch(x, y, state, {**self._identity(number), **work, **found})
 
@@ -273,8 +273,13 @@ class Batches:
 
     def _prepared(self, number: int, batch: _Batch) -> Attack:
         """The attack after it has inspected the model, which does not depend on the first stage."""
+        attack, known = self.attack.at(self.radii[-1]), batch.notes["view"]
         with self._randomness(number, len(self.radii)):
-            return self.attack.at(self.radii[-1]).prepared(self.model, batch.x, batch.y)
+            attack = attack.prepared(self.model, batch.x, batch.y, known)
+        if known is None and isinstance(attack, StandardAttack) and attack.view is not None:
+            batch.notes["view"] = attack.view.known()
+            self._save(batch)
+        return attack
 
     def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
         """Attack the unbroken images of a batch, and record the valid examples."""
@@ -283,13 +288,14 @@ class Batches:
             return
         here = left.to(batch.x.device)
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
-        if isinstance(attack, StandardAttack):
-            run = {**self._identity(batch.notes["batch"]), "stage": batch.notes["done"]}
-            journal = Journal(self.store / self._journal_name(batch), self.ball, run)
-            attack = replace(attack, journal=journal)
         if self.minimal and not isinstance(attack, FunctionAttack):
             attack = FunctionAttack(attack.ball, partial(smallest, attack))
-        found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
+        run = {**self._identity(batch.notes["batch"]), "stage": batch.notes["done"]}
+        kept = JOURNAL.set(Journal(self.store / self._journal_name(batch), self.ball, run))
+        try:
+            found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
+        finally:
+            JOURNAL.reset(kept)
         batch.state["n_steps"][left] += found.n_steps.cpu()
         for finding in found.findings:
             batch.count(finding.code, finding.images)

@@ -275,7 +275,7 @@ def _joined(parts: Sequence[Result]) -> Result:
     def join(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], Duals):
-            return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
+            return Duals(*map(torch.cat, zip(*values, strict=True)))
         return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
 
     names = {item.name for item in fields(parts[0])} - {"write", "kernel"}
