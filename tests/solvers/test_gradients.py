@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck
 
 import wball
 
-SHAPE = (2, 2, 4, 3)
+SHAPE = (2, 2, 3, 3)
 STEP = 1e-4
 """Answers are exact to about 1e-7, so differences of this step are exact to 1e-3."""
+Function = Callable[..., Tensor]
 
 
 def images(seed: int) -> tuple[Tensor, Tensor]:
@@ -21,15 +21,24 @@ def images(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(SHAPE, generator=generator, dtype=torch.float64)
 
 
-def differences(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """The Jacobian by central differences."""
-    columns = []
-    for k in range(at.numel()):
-        step = torch.zeros(at.numel(), dtype=at.dtype)
-        step[k] = STEP
-        ahead, behind = (function(at + s * step.view_as(at)) for s in (1, -1))
-        columns.append(((ahead - behind) / (2 * STEP)).flatten())
-    return torch.stack(columns, 1)
+def differences(
+    function: Function, given: tuple[Tensor, Tensor], which: int, length: float = STEP
+) -> Tensor:
+    """The Jacobian of each image by central differences, one image of one batch for each step."""
+    count, size = len(given[0]), given[0][0].numel()
+    many = [part.repeat_interleave(2 * size, 0) for part in given]
+    step = torch.cat([torch.eye(size), -torch.eye(size)]).to(many[0]) * length
+    many[which] = many[which] + step.repeat(count, 1).view_as(many[which])
+    ahead, behind = function(*many).view(count, 2, size, -1).unbind(1)
+    return (ahead - behind) / (2 * length)
+
+
+def derivatives(function: Function, given: tuple[Tensor, Tensor], which: int) -> Tensor:
+    """The same by autograd. What an image takes from another shows, too: it is added up."""
+    at = tuple(part.clone().requires_grad_(k == which) for k, part in enumerate(given))
+    values = function(*at).view(len(at[0]), -1).sum(0)
+    rows = [torch.autograd.grad(value, at[which], retain_graph=True)[0] for value in values]
+    return torch.stack([row.flatten(1) for row in rows], 2)
 
 
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
@@ -39,18 +48,17 @@ def test_the_projection_is_differentiable_in_the_point_and_the_centre(
     box: tuple[float, float] | None, reg: float, window: int, eps: float
 ) -> None:
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window), box=box)
-    x, noise = images(7)
-    w, tol = x + 0.5 * noise, 1e-10 if math.isinf(reg) else 1e-15
+    x, noise = images(9)
+    tol = 1e-10 if math.isinf(reg) else 1e-15
 
-    def of_point(w: Tensor) -> Tensor:
+    def point(x: Tensor, w: Tensor) -> Tensor:
         return ball.project(x, w, reg, tol=tol, max_iter=3000).point
 
-    def of_centre(x: Tensor) -> Tensor:
-        return ball.project(x, w, reg, tol=tol, max_iter=3000).point
-
-    for function, at in ((of_point, w), (of_centre, x)):
-        found = torch.autograd.functional.jacobian(function, at).reshape(at.numel(), -1)
-        torch.testing.assert_close(found, differences(function, at), atol=1e-2, rtol=1e-2)
+    given = x, x + 0.5 * noise
+    for which in (0, 1):
+        found, expected = (by(point, given, which) for by in (derivatives, differences))
+        torch.testing.assert_close(found, expected, atol=5e-3, rtol=5e-3)
+        assert float((expected.abs() > 0.01).double().mean()) > 0.05, "something is compared"
 
 
 @pytest.mark.parametrize("box", [None, (0.0, 1.0)])
@@ -59,12 +67,13 @@ def test_the_support_function_is_differentiable(
     box: tuple[float, float] | None, reg: float
 ) -> None:
     ball = wball.WassersteinBall(0.1, cost=wball.GridCost(3), box=box)
-    x, g = images(3)
 
     def value(x: Tensor, g: Tensor) -> Tensor:
         return ball.support(x, g, reg, tol=1e-13, max_iter=3000).value
 
-    assert gradcheck(value, (x.requires_grad_(), g.requires_grad_()), eps=1e-4, atol=1e-3)
+    for which in (0, 1):
+        found, expected = (by(value, images(3), which) for by in (derivatives, differences))
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_the_gradient_of_an_exact_support_function_is_its_maximiser() -> None:
@@ -86,8 +95,17 @@ def test_the_distance_has_its_potentials_as_gradients(plans: str, window: int, m
     total = (prices.rows * x + prices.columns * z).flatten(1).sum(1)
     torch.testing.assert_close(total, value)
     assert bool((value > 0.01).all())
-    inputs = x.requires_grad_(), z.requires_grad_()
-    assert gradcheck(lambda x, z: ball.distance(x, z, plans=plans), inputs, eps=1e-7, atol=1e-4)
+
+    def distance(x: Tensor, z: Tensor) -> Tensor:
+        return ball.distance(x, z, plans=plans)
+
+    for which in (0, 1):
+        # Where mass is lost the distance is another: hence a step within rounding.
+        found, expected = (
+            derivatives(distance, (x, z), which),
+            differences(distance, (x, z), which, 1e-7),
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_potentials_of_full_plans_at_p_1_are_one_lipschitz() -> None:
@@ -96,7 +114,7 @@ def test_potentials_of_full_plans_at_p_1_are_one_lipschitz() -> None:
     z = ball.sample(x, torch.Generator().manual_seed(1))
     _, prices = ball.distance(x, z, plans="full", potentials=True)
     torch.testing.assert_close(prices.rows, -prices.columns)
-    place = torch.cartesian_prod(torch.arange(4.0), torch.arange(3.0)).double()
+    place = torch.cartesian_prod(torch.arange(3.0), torch.arange(3.0)).double()
     gaps = (prices.rows.flatten(2)[..., None] - prices.rows.flatten(2)[:, :, None]).abs()
     assert bool((gaps <= torch.cdist(place, place) + 1e-9).all())
 
