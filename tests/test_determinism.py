@@ -7,7 +7,6 @@ the threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,30 +81,6 @@ def test_batch_size_and_order_do_not_matter(digits: Tensor, labels: Tensor, name
     )
     assert torch.equal(torch.cat([p.success for p in parts]), whole.success)
     assert torch.equal(turned.success, whole.success[order])
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_solvers_do_not_depend_on_batch_or_threads(digits: Tensor) -> None:
-    """Bit for bit: each image is solved by itself."""
-    x = digits
-    w, g = x + 0.2 * torch.randn_like(x).sign(), torch.randn_like(x)
-    answers = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        projected, farthest = BALL.project(x, w, 1000.0), BALL.support(x, g)
-        answers.append((projected.point, projected.gap, farthest.point, farthest.upper))
-        for k in range(3):
-            alone = BALL.project(x[k : k + 1], w[k : k + 1], 1000.0)
-            assert torch.equal(alone.point[0], projected.point[k])
-            assert torch.equal(BALL.support(x[k : k + 1], g[k : k + 1]).point[0], farthest.point[k])
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def test_evaluations_repeat_to_the_byte(digits: Tensor, labels: Tensor, tmp_path: Path) -> None:
