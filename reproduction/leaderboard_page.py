@@ -3,15 +3,17 @@ rows alone."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled
+from reproduction.leaderboard import BOARD, PROTOCOLS, WRONG, Protocol, filled
 from reproduction.page import folded, template
 from reproduction.tables import Table, points
 from reproduction.workshop import Data
 from wball.attacks.standard import VERSION
 from wball.data import dataset_info
+from wball.evaluation.requirements import Comparison, confidence_interval
 from wball.storage.files import read_json, write_whole
 
 PAGE = Path("docs/leaderboard.md")
@@ -36,7 +38,9 @@ def _attacked(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
     columns: list[list[float | None]] = [[row["clean"] for row in rows]]
     columns += [[row["attack"]["accuracy"][r] for row in rows] for r in radii]
     cells = [*map(_marked, columns)]
-    head = ["#", "model", "network (weights)", "images", "clean", *radii, "reliable"]
+    head = ["#", "model", "network (weights)", "images", "clean", *radii, "beats the next at"]
+    head += ["reliable"]
+    better = [*map(_beaten, rows, rows[1:], [protocol.radii] * len(rows)), None]
     body = [
         [
             str(place + 1),
@@ -44,11 +48,49 @@ def _attacked(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
             f"{row['architecture']} ({row['weights']:,})",
             f"{row['images']:,}",
             *(column[place] for column in cells),
+            better[place],
             "no" if row["flags"] else "yes",
         ]
         for place, row in enumerate(rows)
     ]
     return Table(head, body, f"{dataset_info(dataset).title}: robust accuracy in percent, by eps")
+
+
+def _beaten(row: Data, following: Data, radii: Sequence[float]) -> str | None:
+    """Where a model is more robust than the next one, by a paired test on the images of both."""
+    won = []
+    for place, eps in enumerate(radii):
+        both = [
+            [outcome != WRONG and int(outcome) > place for outcome in one["outcomes"]]
+            for one in (row, following)
+        ]
+        pairs = Counter(zip(*both, strict=False))  # the shorter row has the first images
+        alone = pairs[True, False], pairs[False, True]
+        found = Comparison(eps, (row["name"], following["name"]), alone)
+        if found.distinguishable and alone[0] > alone[1]:
+            won.append(f"{eps:g}")
+    return ", ".join(won) or None
+
+
+def intervals(content: Data) -> list[Table]:
+    """Robust accuracies as exact 95 % intervals (Clopper and Pearson)."""
+    made = []
+    for dataset, protocol in PROTOCOLS.items():
+        radii = [f"{r:g}" for r in protocol.radii]
+        body = [
+            [f"`{row['name']}`", f"{row['images']:,}"]
+            + [_interval(row["attack"]["accuracy"][r], row["images"]) for r in radii]
+            for row in content["rows"]
+            if row["dataset"] == dataset
+        ]
+        title = f"{dataset_info(dataset).title}: 95 % intervals of robust accuracy, by eps"
+        made.append(Table(["model", "images", *radii], body, title))
+    return made
+
+
+def _interval(share: float, images: int) -> str:
+    low, high = confidence_interval(round(share * images), images)
+    return f"{100 * low:.1f} to {100 * high:.1f}"
 
 
 def is_latest(row: Data) -> bool:
@@ -179,6 +221,8 @@ def page(content: Data, results: Path) -> str:
         *(table.markdown() for table in shown if table.rows),
         "\n".join(notes),
     ]
+    made = [table.markdown() for table in intervals(content) if table.rows]
+    parts.append(folded("Intervals of robust accuracy", made))
     for title, text, sources in FOLDED:
         made = [
             made(content, _known(results / file))

@@ -151,8 +151,10 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)
     gram = torch.einsum("bnd,bmd->bnm", moved, moved).double()
     gram = gram + RIDGE * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky_ex(gram).L  # needs no synchronisation
-    weights = torch.cholesky_solve(wrong.double(), factor).to(jacobian)
+    # Neither of these synchronises, so that a step can be recorded as a CUDA graph.
+    factor, weights = torch.linalg.cholesky_ex(gram).L, wrong.double()
+    weights = torch.linalg.solve_triangular(factor, weights, upper=False)
+    weights = torch.linalg.solve_triangular(factor.mT, weights, upper=True).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
 
 
