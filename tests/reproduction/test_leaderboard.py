@@ -28,6 +28,7 @@ from reproduction.leaderboard import (
 )
 from reproduction.leaderboard_page import (
     fixed_radius,
+    intervals,
     page,
     predecessors,
     smoothing,
@@ -156,6 +157,8 @@ def row(name: str, *accuracies: float, **changes: object) -> Data:
         "accuracy": dict(zip(map("{:g}".format, radii), accuracies, strict=True)),
         "audit": audit,
     }
+    left = [sum(k < 100 * share for share in accuracies) for k in range(100)]
+    made["outcomes"] = 100 * "".join(map(str, left))
     shares = {f"{r:g}": 0.5 for r in proofs}
     made["certificate"] = {
         "accuracy": shares,
@@ -195,6 +198,9 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     assert table.rows[0][1] == "`strong` (A 2020) †"  # by a version that the row does not name
     first = dict(zip(table.head, table.rows[0], strict=True))
     assert first["0.05"] == "80.0" and first["0.1"] == "**70.0**"
+    assert first["beats the next at"] == "0.1, 0.2, 0.3, 0.5"
+    (spans,) = [table for table in intervals(content) if table.rows]
+    assert spans.rows[0][:4] == ["`strong`", "10,000", "79.2 to 80.8", "69.1 to 70.9"]
     second = dict(zip(table.head, table.rows[1], strict=True))
     assert second["0.05"] == "**90.0**" and second["0.3"] == "0.0" and second["reliable"] == "yes"
     assert [r[0] for r in proofs.rows] == ["`strong`", "`weak`"]
