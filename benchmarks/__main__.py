@@ -4,7 +4,7 @@
 training. ``public`` attacks public networks,
 ``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
 certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
-``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
+``architectures`` says which networks they follow, ``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
 the Adversarial Robustness Toolbox. Each has a ``--help`` of its own and writes
 ``results/NAME.json`` after every row.
 """
@@ -25,6 +25,7 @@ NAMES = (
     "proofs",
     "validity",
     "soundness",
+    "architectures",
     "predecessors",
     "smoothing",
     "art",
