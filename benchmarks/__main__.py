@@ -1,10 +1,10 @@
 """``python -m benchmarks NAME``: measure public calls, attacks and certificates.
 
 ``calls`` times the public calls and ``growth`` how they grow, ``steps`` a step of adversarial
-training. ``public`` attacks public networks,
-``masks`` networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what
-certificates decide, ``validity`` audits what attacks return, ``soundness`` attacks certificates,
-``architectures`` says which networks they follow, ``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
+training. ``public`` attacks public networks, ``masks`` networks that hide their gradients,
+``photos`` a photo classifier. ``proofs`` says what certificates decide, ``architectures`` which
+networks they follow, ``soundness`` attacks them. ``validity`` audits what attacks return,
+``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
 the Adversarial Robustness Toolbox. Each has a ``--help`` of its own and writes
 ``results/NAME.json`` after every row.
 """

@@ -14,23 +14,23 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from benchmarks.frame import Result, Row, options
-from benchmarks.networks import KINDS, Architecture, made
-from wball.certificates import certified_radius, certify, verify
+from benchmarks.frame import Result, Row, attempts, options
+from benchmarks.networks import KINDS, made
+from wball.certificates import CertificateResult, certified_radius, certify, verify
 from wball.model import ask
 
 EPS = 1e-4
 ROUNDS = 3
 """Certificates of the search for the largest radius."""
-SECONDS = 10.0
-"""Time limit of a certificate, per image."""
 ROUNDING = 1e-6
 """Relative to the largest logit: points of the ball and their margins are computed in float32."""
 
@@ -75,16 +75,6 @@ def lowest(model: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
     return found + ROUNDING * (1 + size)
 
 
-def below(model: nn.Module, x: Tensor, y: Tensor, radius: float) -> int:
-    """Bounds that a point of the ball contradicts, at three radii."""
-    wrong = 0
-    for eps, method in ((EPS, "anchored"), (radius, "anchored"), (max(3 * radius, 0.01), "crown")):
-        ball = wball.WassersteinBall(eps)
-        bound = certify(model, x, y, ball, method, time_limit=SECONDS, progress=False).margin
-        wrong += int((bound > lowest(model, x, y, ball)).sum())
-    return wrong
-
-
 def refusal(error: Exception) -> tuple[str, bool]:
     """What an error says, in one line, and whether it was raised by the library itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -92,50 +82,84 @@ def refusal(error: Exception) -> tuple[str, bool]:
     return " ".join(str(error).split()) or type(error).__name__, ours
 
 
-def tried(architecture: Architecture, device: str, seed: int) -> Row:
+@cache
+def warmed(device: str) -> None:
+    """Load the compiler and the kernels, whose time is not an architecture's."""
+    x = images(1, device)
+    net = (
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 3)).eval().to(device)
+    )
+    for eps in (EPS, 1.0):
+        certify(net, x, net(x).argmax(1), wball.WassersteinBall(eps), progress=False)
+
+
+def tried(name: str, device: str, seed: int, seconds: float) -> Row:
     """One row."""
-    row: Row = {"family": architecture.family, "name": architecture.name, "followed": False}
+    warmed(device)
+    begun = time.perf_counter()
+    architecture = next(known for known in KINDS if known.name == name)
     model = made(architecture, seed).to(device)
     x = images(architecture.channels, device)
     y = ask(model, x).argmax(1)
+    row: Row = {"family": architecture.family, "name": name, "followed": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            first = certify(
+                model, x, y, wball.WassersteinBall(EPS), time_limit=seconds, progress=False
+            )
+        except Exception as error:  # noqa: BLE001 (what it is decides the row)
+            reason, ours = refusal(error)
+            return row | {"reason": reason, "error": type(error).__name__, "raw": not ours}
+        row |= {"followed": True, "seconds": round(time.perf_counter() - begun, 2)}
+        row |= {"images": len(x), "certified": int(first.certified.sum())}
+        row |= examined(model, x, y, first, seconds)
+    return row | {"all_seconds": round(time.perf_counter() - begun, 1)}
+
+
+def examined(
+    model: nn.Module, x: Tensor, y: Tensor, first: CertificateResult, seconds: float
+) -> Row:
+    """How far certificates of a network reach, and what contradicts them."""
     ball = wball.WassersteinBall(EPS)
-    begun = time.perf_counter()
-    try:
-        first = certify(model, x, y, ball, time_limit=SECONDS, progress=False)
-    except Exception as error:  # noqa: BLE001 (what it is decides the row)
-        reason, ours = refusal(error)
-        return row | {"reason": reason, "error": type(error).__name__, "raw": not ours}
-    row |= {"followed": True, "seconds": round(time.perf_counter() - begun, 2)}
-    found = certified_radius(
-        model, x, y, ball.at(1e-3), rounds=ROUNDS, time_limit=SECONDS, progress=False
-    )
-    row |= {"certified": int(first.certified.sum()), "radius": float(f"{float(found.max()):.3g}")}
-    if row["certified"]:
-        best = int(first.certified.int().argmax())
-        one = slice(best, best + 1)
-        proof = certify(model, x[one], y[one], ball, time_limit=SECONDS, progress=False)
-        checked = verify(model, x[one], y[one], ball, proof, time_limit=60, progress=False)
-        row |= {"verified": checked.status[0].name.lower(), "why": checked.reason}
-    return row | {"images": len(x), "below": below(model, x, y, row["radius"])}
+    settings: dict[str, Any] = {"time_limit": seconds, "progress": False}
+    radius = certified_radius(model, x, y, ball.at(1e-3), rounds=ROUNDS, **settings)
+    row: Row = {"radius": float(f"{float(radius.max()):.3g}")}
+    if proved := first.certified.nonzero()[:, 0].tolist():
+        one = slice(proved[0], proved[0] + 1)
+        proof = certify(model, x[one], y[one], ball, **settings)
+        found = verify(model, x[one], y[one], ball, proof, time_limit=6 * seconds, progress=False)
+        row |= {"verified": found.status[0].name.lower(), "why": found.reason}
+    wide = ball.at(max(3 * row["radius"], 0.01))
+    loose = certify(model, x, y, wide, "crown", **settings)
+    wrong = (first.margin > lowest(model, x, y, ball)) | (loose.margin > lowest(model, x, y, wide))
+    wrong |= (radius > 0) & (lowest(model, x, y, ball.at(radius)) <= 0)
+    return row | {"below": int(wrong.sum())}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options("architectures", __doc__)
-    parser.add_argument("--only", nargs="+", help="names of architectures, or parts of them")
+    parser.add_argument("--only", nargs="+", help="parts of names or families")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a certificate, per image")
+    parser.add_argument("--processes", type=int, default=1, help="architectures at once")
     given = parser.parse_args(arguments)
-    result = Result("architectures", given, eps=EPS, rounds=ROUNDS)
-    warnings.simplefilter("ignore")
-    for kind in KINDS:
-        chosen = given.only is None or any(part in kind.name for part in given.only)
-        if chosen and not result.has(family=kind.family, name=kind.name):
-            begun = time.perf_counter()
-            row = tried(kind, given.device, given.seed)
-            result.add(row | {"all_seconds": round(time.perf_counter() - begun, 1)})
+    result = Result("architectures", given, eps=EPS, rounds=ROUNDS, seconds=given.seconds)
+    tasks = [
+        (kind.name, given.device, given.seed, given.seconds)
+        for kind in KINDS
+        if given.only is None or any(part in f"{kind.family}: {kind.name}" for part in given.only)
+        if not result.has(name=kind.name)
+    ]
+    failed = list[str]()
+    for (name, *_), row in attempts(tried, tasks, given.processes):
+        if isinstance(row, str):
+            print(f"{name}: {row}", flush=True)
+            failed.append(name)
+        else:
+            result.add(row)
     followed = [row for row in result.rows if row["followed"]]
-    wrong = [row["name"] for row in followed if row["below"]]
-    raw = [row["name"] for row in result.rows if row.get("raw")]
     print(f"{len(followed)} of {len(result.rows)} followed")
+    wrong = [row["name"] for row in followed if row["below"]]
+    raw = failed + [row["name"] for row in result.rows if row.get("raw")]
     if wrong or raw:
         raise SystemExit(f"wrong bounds: {wrong}; errors that are not sentences: {raw}")
-
-

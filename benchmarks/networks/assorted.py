@@ -85,7 +85,12 @@ class SoftTree(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         right = torch.sigmoid(self.nodes(x.flatten(1)))
         left = 1 - right
-        paths = [left[:, 0] * left[:, 1], left[:, 0] * right[:, 1], right[:, 0] * left[:, 2], right[:, 0] * right[:, 2]]
+        paths = [
+            left[:, 0] * left[:, 1],
+            left[:, 0] * right[:, 1],
+            right[:, 0] * left[:, 2],
+            right[:, 0] * right[:, 2],
+        ]
         return torch.stack(paths, 1) @ self.leaves
 
 
@@ -103,7 +108,9 @@ class Flips(nn.Module):
 class Crops(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, CLASSES))
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, CLASSES)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         crops = [x[..., r : r + 6, c : c + 6] for r in (0, 1, 2) for c in (0, 2)]
@@ -135,7 +142,9 @@ class PerChannel(nn.Module):
 class OneVersusRest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(PIXELS, 4), nn.ReLU(), nn.Linear(4, 1)) for _ in range(CLASSES))
+        self.nets = nn.ModuleList(
+            nn.Sequential(nn.Linear(PIXELS, 4), nn.ReLU(), nn.Linear(4, 1)) for _ in range(CLASSES)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([net(x.flatten(1)) for net in self.nets], dim=1)
@@ -176,7 +185,10 @@ class Ternary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.first.weight
-        w = torch.where(w.abs() > 0.5 * w.abs().mean(), w.sign(), torch.zeros_like(w)) * w.abs().mean()
+        w = (
+            torch.where(w.abs() > 0.5 * w.abs().mean(), w.sign(), torch.zeros_like(w))
+            * w.abs().mean()
+        )
         return self.second(F.relu(F.linear(x.flatten(1), w)))
 
 
@@ -197,7 +209,9 @@ class StoredScales(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.head = nn.Conv2d(3, 8, 3, 2), nn.Linear(72, CLASSES)
-        self.register_buffer("scale", self.conv.weight.detach().abs().amax((1, 2, 3), keepdim=True) / 7)
+        self.register_buffer(
+            "scale", self.conv.weight.detach().abs().amax((1, 2, 3), keepdim=True) / 7
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.round(self.conv.weight / self.scale).clamp(-7, 7) * self.scale
@@ -287,7 +301,16 @@ class SoftSpiking(nn.Module):
 
 @kind("randomness and state", "dropout in evaluation mode")
 def dropout() -> nn.Module:
-    return headed(nn.Conv2d(3, 8, 3, 2), nn.Dropout2d(0.3), nn.ReLU(), nn.Flatten(), nn.AlphaDropout(0.1), nn.Linear(72, 12), nn.ELU(), nn.FeatureAlphaDropout())
+    return headed(
+        nn.Conv2d(3, 8, 3, 2),
+        nn.Dropout2d(0.3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.AlphaDropout(0.1),
+        nn.Linear(72, 12),
+        nn.ELU(),
+        nn.FeatureAlphaDropout(),
+    )
 
 
 @kind("randomness and state", "noise at the input")
@@ -308,14 +331,19 @@ class MonteCarlo(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.first(x.flatten(1)))
-        return torch.stack([self.second(F.dropout(h, 0.2, training=True)) for _ in range(4)]).mean(0)
+        return torch.stack([self.second(F.dropout(h, 0.2, training=True)) for _ in range(4)]).mean(
+            0
+        )
 
 
 @kind("randomness and state", "Bayesian layer at its mean")
 class Bayesian(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.rho = nn.Parameter(torch.randn(CLASSES, PIXELS) / 14), nn.Parameter(torch.zeros(CLASSES, PIXELS))
+        self.mean, self.rho = (
+            nn.Parameter(torch.randn(CLASSES, PIXELS) / 14),
+            nn.Parameter(torch.zeros(CLASSES, PIXELS)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn_like(self.mean) * F.softplus(self.rho) if self.training else 0.0

@@ -50,7 +50,9 @@ class Fused(Attention):
 
 class Cosine(Attention):
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (8 * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)).softmax(-1) @ v
+        return (8 * F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)).softmax(
+            -1
+        ) @ v
 
 
 class Biased(Attention):
@@ -113,7 +115,10 @@ def transformer(mixer: nn.Module, depth: int = 1) -> nn.Module:
     """Patches, blocks with norms before, the mean of the tokens, a head."""
     blocks: list[nn.Module] = []
     for _ in range(depth):
-        blocks += [Residual(nn.LayerNorm(WIDTH), mixer), Residual(nn.LayerNorm(WIDTH), feed_forward())]
+        blocks += [
+            Residual(nn.LayerNorm(WIDTH), mixer),
+            Residual(nn.LayerNorm(WIDTH), feed_forward()),
+        ]
     end = nn.LayerNorm(WIDTH), Lambda(lambda h: h.mean(1)), nn.Linear(WIDTH, CLASSES)
     return nn.Sequential(Patches(), *blocks, *end)
 
@@ -241,7 +246,11 @@ class Reduced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.reduce = Patches(), nn.Conv2d(WIDTH, WIDTH, 2, 2)
-        self.q, self.kv, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.q, self.kv, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.patches(x)
@@ -339,7 +348,12 @@ class Affine(nn.Module):
 
 @kind("mixers", "ResMLP")
 def resmlp() -> nn.Module:
-    across = Residual(Affine(), Lambda(lambda h: h.transpose(1, 2)), nn.Linear(PLACES, PLACES), Lambda(lambda h: h.transpose(1, 2)))
+    across = Residual(
+        Affine(),
+        Lambda(lambda h: h.transpose(1, 2)),
+        nn.Linear(PLACES, PLACES),
+        Lambda(lambda h: h.transpose(1, 2)),
+    )
     end = Residual(Affine(), feed_forward()), Affine(), Lambda(lambda h: h.mean(1))
     return nn.Sequential(Patches(), across, *end, nn.Linear(WIDTH, CLASSES))
 
@@ -404,7 +418,10 @@ def shifts() -> nn.Module:
     def shifted(h: Tensor) -> Tensor:
         maps = h.view(-1, 4, 4, WIDTH)
         parts = maps.chunk(4, -1)
-        moved = [torch.roll(p, s, d) for p, (s, d) in zip(parts, ((1, 1), (-1, 1), (1, 2), (-1, 2)), strict=True)]
+        moved = [
+            torch.roll(p, s, d)
+            for p, (s, d) in zip(parts, ((1, 1), (-1, 1), (1, 2), (-1, 2)), strict=True)
+        ]
         return torch.cat(moved, -1).reshape(-1, PLACES, WIDTH)
 
     return transformer(Lambda(shifted))
@@ -445,7 +462,10 @@ class LambdaLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.q, self.k, self.v = Patches(), *(nn.Linear(WIDTH, 4) for _ in range(3))
-        self.places, self.head = nn.Parameter(torch.randn(PLACES, PLACES, 4) / 4), nn.Linear(4, CLASSES)
+        self.places, self.head = (
+            nn.Parameter(torch.randn(PLACES, PLACES, 4) / 4),
+            nn.Linear(4, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.patches(x)

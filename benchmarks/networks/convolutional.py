@@ -83,7 +83,10 @@ class Fire(nn.Module):
     def __init__(self, inside: int, squeeze: int, expand: int) -> None:
         super().__init__()
         self.squeeze = nn.Conv2d(inside, squeeze, 1)
-        self.one, self.three = nn.Conv2d(squeeze, expand, 1), nn.Conv2d(squeeze, expand, 3, padding=1)
+        self.one, self.three = (
+            nn.Conv2d(squeeze, expand, 1),
+            nn.Conv2d(squeeze, expand, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.squeeze(x), inplace=True)
@@ -172,7 +175,10 @@ class Squeeze(nn.Module):
     def __init__(self, width: int, act: nn.Module, gate: nn.Module) -> None:
         super().__init__()
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.down, self.up = nn.Conv2d(width, max(2, width // 4), 1), nn.Conv2d(max(2, width // 4), width, 1)
+        self.down, self.up = (
+            nn.Conv2d(width, max(2, width // 4), 1),
+            nn.Conv2d(max(2, width // 4), width, 1),
+        )
         self.act, self.gate = act, gate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +223,9 @@ def mobilenet3() -> nn.Module:
 def efficientnet() -> nn.Module:
     squeeze = Squeeze(18, nn.SiLU(), nn.Sigmoid())
     return pooled(
-        unit(3, 6, stride=2, act=nn.SiLU), Inverted(6, 6, 1, nn.SiLU, squeeze), unit(6, 16, 1, act=nn.SiLU)
+        unit(3, 6, stride=2, act=nn.SiLU),
+        Inverted(6, 6, 1, nn.SiLU, squeeze),
+        unit(6, 16, 1, act=nn.SiLU),
     )
 
 
@@ -265,36 +273,52 @@ class Ghost(nn.Module):
 # ---- kinds of layers
 
 
+def edges(mode: str) -> nn.Module:
+    return pooled(nn.Conv2d(3, 8, 3, padding=1, padding_mode=mode), nn.ReLU())
+
+
+def resized(front: nn.Module, channels: int = 3, stride: int = 1) -> nn.Module:
+    return headed(front, nn.Conv2d(channels, 6, 3, stride), nn.ReLU())
+
+
 LAYERS = {
     "dilated convolutions": lambda: pooled(
-        nn.Conv2d(3, 8, 3, padding=2, dilation=2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=4, dilation=4), nn.ReLU()
+        nn.Conv2d(3, 8, 3, padding=2, dilation=2), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=4, dilation=4), nn.ReLU(),
     ),
-    "grouped convolutions": lambda: pooled(nn.Conv2d(3, 12, 3, 2), nn.ReLU(), nn.Conv2d(12, 12, 3, groups=4), nn.ReLU()),
-    "reflected edges": lambda: pooled(nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.ReLU()),
-    "replicated edges": lambda: pooled(nn.Conv2d(3, 8, 3, padding=1, padding_mode="replicate"), nn.ReLU()),
-    "circular edges": lambda: pooled(nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"), nn.ReLU()),
+    "grouped convolutions": lambda: pooled(
+        nn.Conv2d(3, 12, 3, 2), nn.ReLU(), nn.Conv2d(12, 12, 3, groups=4), nn.ReLU()
+    ),
+    "reflected edges": lambda: edges("reflect"),
+    "replicated edges": lambda: edges("replicate"),
+    "circular edges": lambda: edges("circular"),
     "transposed convolution (autoencoder's classifier)": lambda: pooled(
-        nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2, 2), nn.ReLU(), nn.Conv2d(6, 8, 3, 2), nn.ReLU()
+        nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.ConvTranspose2d(6, 6, 2, 2), nn.ReLU(),
+        nn.Conv2d(6, 8, 3, 2), nn.ReLU(),
     ),
-    "pixel shuffle": lambda: headed(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(2, 4, 3, 2), nn.ReLU()),
-    "pixels to channels (space to depth)": lambda: headed(nn.PixelUnshuffle(2), nn.Conv2d(12, 8, 3), nn.ReLU()),
-    "upsampling, nearest": lambda: headed(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, 4), nn.ReLU()),
-    "upsampling, bilinear": lambda: headed(
-        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False), nn.Conv2d(3, 4, 3, 4), nn.ReLU()
+    "pixel shuffle": lambda: headed(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(2, 4, 3, 2), nn.ReLU()
     ),
-    "resized input, antialiased": lambda: headed(
-        Lambda(lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True)), nn.Conv2d(3, 6, 3), nn.ReLU()
+    "pixels to channels (space to depth)": lambda: resized(nn.PixelUnshuffle(2), 12),
+    "upsampling, nearest": lambda: resized(nn.Upsample(scale_factor=2), stride=4),
+    "upsampling, bilinear": lambda: resized(nn.Upsample(scale_factor=2, mode="bilinear"), stride=4),
+    "resized input, antialiased": lambda: resized(
+        Lambda(lambda x: F.interpolate(x, size=(5, 5), mode="bilinear", antialias=True))
     ),
-    "resized input, bicubic": lambda: headed(
-        Lambda(lambda x: F.interpolate(x, size=(6, 6), mode="bicubic")), nn.Conv2d(3, 6, 3), nn.ReLU()
+    "resized input, bicubic": lambda: resized(
+        Lambda(lambda x: F.interpolate(x, size=(6, 6), mode="bicubic"))
     ),
     "convolutions of rows (1d)": lambda: headed(
-        Lambda(lambda x: x.flatten(1, 2)), nn.Conv1d(24, 12, 3, padding=1), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(12, 8, 2), nn.ReLU()
+        Lambda(lambda x: x.flatten(1, 2)), nn.Conv1d(24, 12, 3, padding=1), nn.ReLU(),
+        nn.MaxPool1d(2), nn.Conv1d(12, 8, 2), nn.ReLU(),
     ),
     "three-dimensional convolution": lambda: headed(
-        Lambda(lambda x: x.unsqueeze(1)), nn.Conv3d(1, 4, (2, 3, 3), (1, 2, 2)), nn.ReLU(), nn.AvgPool3d((1, 2, 2), 1)
+        Lambda(lambda x: x.unsqueeze(1)), nn.Conv3d(1, 4, (2, 3, 3), (1, 2, 2)), nn.ReLU(),
+        nn.AvgPool3d((1, 2, 2), 1),
     ),
-    "unfolded patches and a matrix": lambda: headed(nn.Unfold(2, stride=2), nn.Conv1d(12, 8, 1), nn.ReLU()),
+    "unfolded patches and a matrix": lambda: headed(
+        nn.Unfold(2, stride=2), nn.Conv1d(12, 8, 1), nn.ReLU()
+    ),
 }  # fmt: skip
 
 for _name, _make in LAYERS.items():
@@ -358,7 +382,11 @@ class CondConv(nn.Module):
 class SpatialTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.where, self.conv, self.head = nn.Linear(192, 6), nn.Conv2d(3, 8, 3, 2), nn.Linear(72, CLASSES)
+        self.where, self.conv, self.head = (
+            nn.Linear(192, 6),
+            nn.Conv2d(3, 8, 3, 2),
+            nn.Linear(72, CLASSES),
+        )
         nn.init.zeros_(self.where.weight)
         self.where.bias.data.copy_(torch.tensor([1.0, 0, 0, 0, 1, 0]))
 

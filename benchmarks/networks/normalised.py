@@ -70,7 +70,10 @@ class DynamicTanh(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.alpha = nn.Conv2d(3, 8, 3, 2), nn.Parameter(torch.ones(1) * 0.5)
-        self.weight, self.bias = nn.Parameter(torch.ones(8, 1, 1)), nn.Parameter(torch.zeros(8, 1, 1))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(8, 1, 1)),
+            nn.Parameter(torch.zeros(8, 1, 1)),
+        )
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

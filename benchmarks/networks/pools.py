@@ -25,6 +25,10 @@ def stochastic(h: Tensor) -> Tensor:
     return (parts**2).sum(2) / (parts.sum(2) + 1e-3)
 
 
+def median(h: Tensor) -> Tensor:
+    return F.unfold(h, 3, stride=2).view(len(h), 6, 9, 9).median(2).values
+
+
 POOLS = {
     "max pool": lambda: nn.MaxPool2d(2),
     "max pool, overlapping": lambda: nn.MaxPool2d(3, 2, 1),
@@ -39,9 +43,13 @@ POOLS = {
     "generalised mean (GeM)": lambda: Lambda(lambda h: F.avg_pool2d(h.clamp(min=1e-2).pow(3), 4).pow(1 / 3)),
     "mean and maximum": lambda: Lambda(lambda h: 0.5 * (F.max_pool2d(h, 2) + F.avg_pool2d(h, 2))),
     "stochastic pool at test time": lambda: Lambda(stochastic),
-    "median pool": lambda: Lambda(lambda h: F.unfold(h, 3, stride=2).view(len(h), 6, 9, 9).median(2).values),
-    "global standard deviation": lambda: Lambda(lambda h: torch.cat([h.mean((2, 3)), (h.var((2, 3)) + 1e-3).sqrt()], 1)),
-    "second moments of channels (bilinear pool)": lambda: Lambda(lambda h: torch.bmm(h.flatten(2), h.flatten(2).transpose(1, 2)) / 64),
+    "median pool": lambda: Lambda(median),
+    "mean and standard deviation": lambda: Lambda(
+        lambda h: torch.cat([h.mean((2, 3)), (h.var((2, 3)) + 1e-3).sqrt()], 1)
+    ),
+    "second moments of channels (bilinear pool)": lambda: Lambda(
+        lambda h: torch.bmm(h.flatten(2), h.flatten(2).transpose(1, 2)) / 64
+    ),
 }  # fmt: skip
 
 for _name, _pool in POOLS.items():
@@ -218,12 +226,19 @@ class Colours(nn.Module):
 
 @kind("front ends", "gamma correction and contrast")
 def gamma() -> nn.Module:
-    return headed(Lambda(lambda x: (x + 0.01).pow(1 / 2.2)), Lambda(torch.log1p), nn.Conv2d(3, 6, 3, 2), nn.ReLU())
+    return headed(
+        Lambda(lambda x: (x + 0.01).pow(1 / 2.2)),
+        Lambda(torch.log1p),
+        nn.Conv2d(3, 6, 3, 2),
+        nn.ReLU(),
+    )
 
 
 @kind("front ends", "cropped and padded input")
 def cropped() -> nn.Module:
-    return headed(Lambda(lambda x: F.pad(x[:, :, 1:-1, 1:-1], (2, 2, 2, 2))), nn.Conv2d(3, 6, 3, 2), nn.ReLU())
+    return headed(
+        Lambda(lambda x: F.pad(x[:, :, 1:-1, 1:-1], (2, 2, 2, 2))), nn.Conv2d(3, 6, 3, 2), nn.ReLU()
+    )
 
 
 @kind("front ends", "thermometer code (jumps)")

@@ -6,6 +6,7 @@ import operator
 import tempfile
 from collections import OrderedDict
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,12 +35,21 @@ def normalized() -> nn.Module:
 
 @kind("ways to write", "named layers (OrderedDict)")
 def named() -> nn.Module:
-    return nn.Sequential(OrderedDict(flat=nn.Flatten(), fc=nn.Linear(PIXELS, 16), act=nn.ReLU(), out=nn.Linear(16, CLASSES)))
+    return nn.Sequential(
+        OrderedDict(
+            flat=nn.Flatten(), fc=nn.Linear(PIXELS, 16), act=nn.ReLU(), out=nn.Linear(16, CLASSES)
+        )
+    )
 
 
 @kind("ways to write", "lambdas in nn.Sequential")
 def lambdas() -> nn.Module:
-    return headed(Lambda(lambda x: x * 2 - 1), nn.Conv2d(3, 6, 3, 2), Lambda(F.relu), Lambda(lambda h: h[:, :, ::2, ::2]))
+    return headed(
+        Lambda(lambda x: x * 2 - 1),
+        nn.Conv2d(3, 6, 3, 2),
+        Lambda(F.relu),
+        Lambda(lambda h: h[:, :, ::2, ::2]),
+    )
 
 
 @kind("ways to write", "parameters in a list and a loop")
@@ -47,7 +57,7 @@ class ParameterLoop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = (PIXELS, 16, 12, CLASSES)
-        self.weights = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in zip(sizes, sizes[1:], strict=False))
+        self.weights = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.reshape(len(x), -1)
@@ -60,7 +70,9 @@ class ParameterLoop(nn.Module):
 class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.held = nn.ParameterDict({"w": torch.randn(16, PIXELS) / 14, "b": torch.zeros(16), "v": torch.randn(CLASSES, 16)})
+        self.held = nn.ParameterDict(
+            {"w": torch.randn(16, PIXELS) / 14, "b": torch.zeros(16), "v": torch.randn(CLASSES, 16)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(x.flatten(1), self.held["w"], self.held["b"])
@@ -228,7 +240,10 @@ class Energy(nn.Module):
 class Einsum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.u, self.v = nn.Parameter(torch.randn(3, 8, 8, 12) / 14), nn.Parameter(torch.randn(12, CLASSES))
+        self.u, self.v = (
+            nn.Parameter(torch.randn(3, 8, 8, 12) / 14),
+            nn.Parameter(torch.randn(12, CLASSES)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bk,kn->bn", torch.einsum("bchw,chwk->bk", x, self.u).relu(), self.v)
@@ -238,7 +253,9 @@ class Einsum(nn.Module):
 class TensorTrain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cores = nn.ParameterList([torch.randn(3, 4), torch.randn(4, 8, 4) / 3, torch.randn(4, 8, 12) / 3])
+        self.cores = nn.ParameterList(
+            [torch.randn(3, 4), torch.randn(4, 8, 4) / 3, torch.randn(4, 8, 12) / 3]
+        )
         self.head = nn.Linear(12, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -276,7 +293,9 @@ class Integral(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         total = F.pad(x.cumsum(2).cumsum(3), (1, 0, 1, 0))
-        boxes = total[..., 4:, 4:] - total[..., :-4, 4:] - total[..., 4:, :-4] + total[..., :-4, :-4]
+        boxes = (
+            total[..., 4:, 4:] - total[..., :-4, 4:] - total[..., 4:, :-4] + total[..., :-4, :-4]
+        )
         return self.head(F.relu(boxes / 16 - 0.5).flatten(1))
 
 
@@ -335,12 +354,16 @@ def symbolic() -> nn.Module:
 @kind("wrappers and files", "module of an exported program")
 def program() -> nn.Module:
     batch = ({0: torch.export.Dim("batch", min=2)},)
-    return torch.export.export(convolutional().eval(), (torch.rand(2, 3, 8, 8),), dynamic_shapes=batch).module()
+    return torch.export.export(
+        convolutional().eval(), (torch.rand(2, 3, 8, 8),), dynamic_shapes=batch
+    ).module()
 
 
 @kind("wrappers and files", "folded for deployment (conv and batch norm fused)")
 def folded() -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, CLASSES)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, CLASSES)
+    ).eval()
     return torch.fx.experimental.optimization.fuse(net)  # type: ignore[attr-defined]
 
 
@@ -371,6 +394,9 @@ def onnx_model() -> bytes:
         helper.make_node("Flatten", ["6"], ["7"]),
         helper.make_node("Gemm", ["7", "h", "c"], ["y"]),
     ]
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", ["b", 3, 8, 8]), ("y", ["b", CLASSES])))
+    x, y = (
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
+        for n, s in (("x", ["b", 3, 8, 8]), ("y", ["b", CLASSES]))
+    )
     graph = helper.make_graph(nodes, "net", [x], [y], held)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]).SerializeToString()

@@ -56,7 +56,11 @@ class Loop(nn.Module):
 class MinimalGated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.change, self.head = nn.Linear(12, 4), nn.Linear(12, 4), nn.Linear(4, CLASSES)
+        self.gate, self.change, self.head = (
+            nn.Linear(12, 4),
+            nn.Linear(12, 4),
+            nn.Linear(4, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.new_zeros(x.shape[0], 4)
@@ -103,7 +107,9 @@ class CausalBlock(nn.Module):
     def __init__(self, inside: int, out: int, dilation: int) -> None:
         super().__init__()
         self.pad = 2 * dilation
-        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(inside, out, 3, padding=self.pad, dilation=dilation))
+        self.conv = nn.utils.parametrizations.weight_norm(
+            nn.Conv1d(inside, out, 3, padding=self.pad, dilation=dilation)
+        )
         self.skip = nn.Conv1d(inside, out, 1) if inside != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ class Bottleneck(nn.Module):
         super().__init__()
         half = width // 2
         middle = unit(width, half, 1), unit(half, half, 3, groups=groups)
-        self.body = nn.Sequential(*middle, unit(half, width, 1, act=None), *([gate] if gate else []))
+        self.body = nn.Sequential(
+            *middle, unit(half, width, 1, act=None), *([gate] if gate else [])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.body(x)
@@ -59,7 +61,9 @@ def resnet() -> nn.Module:
 
 @kind("residual", "ResNet v2 (pre-activated)")
 def resnet2() -> nn.Module:
-    return pooled(nn.Conv2d(3, 8, 3, 2, 1), PreActivated(8), PreActivated(8), nn.BatchNorm2d(8), nn.ReLU())
+    return pooled(
+        nn.Conv2d(3, 8, 3, 2, 1), PreActivated(8), PreActivated(8), nn.BatchNorm2d(8), nn.ReLU()
+    )
 
 
 @kind("residual", "ResNet (bottlenecks)")
@@ -82,7 +86,9 @@ class ResNetD(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.body = unit(3, 6), nn.Sequential(unit(6, 8, stride=2), unit(8, 8, act=None))
-        self.skip = nn.Sequential(nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False), unit(6, 8, 1, act=None))
+        self.skip = nn.Sequential(
+            nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False), unit(6, 8, 1, act=None)
+        )
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +159,9 @@ class GlobalContext(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mask = nn.Conv2d(width, 1, 1)
-        self.body = nn.Sequential(nn.Linear(width, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, width))
+        self.body = nn.Sequential(
+            nn.Linear(width, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         share = self.mask(x).flatten(2).softmax(-1)
@@ -201,7 +209,9 @@ class Res2Net(nn.Module):
 class Fixup(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one, self.two = (nn.Conv2d(a, 8, 3, s, 1) for a, s in ((3, 2), (8, 1), (8, 1)))
+        self.stem, self.one, self.two = (
+            nn.Conv2d(a, 8, 3, s, 1) for a, s in ((3, 2), (8, 1), (8, 1))
+        )
         self.bias = nn.ParameterList([nn.Parameter(0.1 * torch.randn(1)) for _ in range(4)])
         self.scale, self.head = nn.Parameter(torch.ones(1)), nn.Linear(8, CLASSES)
 
@@ -226,7 +236,10 @@ class StochasticDepth(nn.Module):
 
 @kind("residual", "stochastic depth")
 def stochastic_depth() -> nn.Module:
-    blocks = (StochasticDepth(nn.Sequential(unit(8, 8), nn.Conv2d(8, 8, 3, padding=1)), 0.8) for _ in range(2))
+    blocks = (
+        StochasticDepth(nn.Sequential(unit(8, 8), nn.Conv2d(8, 8, 3, padding=1)), 0.8)
+        for _ in range(2)
+    )
     return pooled(unit(3, 8, stride=2), *blocks)
 
 
@@ -275,7 +288,8 @@ class ResponseNorm(nn.Module):
 
 @kind("residual", "ConvNeXt v2 (global response norm)")
 def convnext2() -> nn.Module:
-    return pooled(nn.Conv2d(3, 6, 2, 2), Residual(nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 12, 1), nn.GELU(), ResponseNorm(12), nn.Conv2d(12, 6, 1)))  # fmt: skip
+    body = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Conv2d(6, 12, 1), nn.GELU(), ResponseNorm(12)
+    return pooled(nn.Conv2d(3, 6, 2, 2), Residual(*body, nn.Conv2d(12, 6, 1)))
 
 
 @kind("residual", "ConvMixer")
@@ -428,7 +442,11 @@ class Coupling(nn.Module):
 class Euler(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.field, self.head = nn.Linear(192, 12), nn.Linear(13, 12), nn.Linear(12, CLASSES)
+        self.stem, self.field, self.head = (
+            nn.Linear(192, 12),
+            nn.Linear(13, 12),
+            nn.Linear(12, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h, steps = self.stem(x.flatten(1)), 8
@@ -462,7 +480,11 @@ class RungeKutta(nn.Module):
 class Equilibrium(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inject, self.again, self.head = nn.Linear(192, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.inject, self.again, self.head = (
+            nn.Linear(192, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         v = self.inject(x.flatten(1))
