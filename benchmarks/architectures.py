@@ -140,7 +140,7 @@ def examined(
 def main(arguments: list[str] | None = None) -> None:
     parser = options("architectures", __doc__)
     parser.add_argument("--only", nargs="+", help="parts of names or families")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a certificate, per image")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a certificate, per image")
     parser.add_argument("--processes", type=int, default=1, help="architectures at once")
     given = parser.parse_args(arguments)
     result = Result("architectures", given, eps=EPS, rounds=ROUNDS, seconds=given.seconds)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import wball
 from benchmarks import (
+    architectures,
     calls,
     growth,
     inputs,
@@ -29,6 +30,8 @@ from benchmarks import (
     validity,
 )
 from benchmarks.masked import MASKS
+from benchmarks.networks import KINDS, made
+from wball.model import ask
 
 CALLS = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1"]
 CALLS += ["--seconds", "0.01", "--model", "mnist-certified"]
@@ -232,6 +235,52 @@ def test_soundness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             soundness.main([*words, "--random", "2", "--out", str(tmp_path / "s.json")])
     assert (tmp_path / "s.json").read_text() == before
+
+
+ARCHITECTURES = ["LeNet-5", "spectral norm by hooks", "top-1"]
+
+
+def test_architectures_are_followed_or_refused_in_words(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--seconds", "5", "--only", *ARCHITECTURES]
+    rows = measured(architectures.main, tmp_path / "a.json", *words)["rows"]
+    found = {row["name"].split(" (")[0]: row for row in rows}
+    assert len(rows) == 3
+    refused = found.pop("hard mixture of experts")
+    assert not refused["followed"] and not refused["raw"] and "argmax" in refused["reason"]
+    for row in found.values():
+        assert row["followed"] and row["certified"] > 0 and row["radius"] > 1e-4
+        assert row["verified"] == "confirmed" and row["below"] == 0
+
+
+@pytest.mark.slow
+def test_architectures_fail_on_a_wrong_bound_and_on_an_error_of_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = architectures.certify
+
+    def wrong(*a: Any, **k: Any) -> Any:
+        return replace(found := certify(*a, **k), margin=found.margin + 1.0)
+
+    words = ["--device", "cpu", "--seconds", "5", "--out", str(tmp_path / "a.json")]
+    with monkeypatch.context() as patch:
+        patch.setattr(architectures, "certify", wrong)
+        with pytest.raises(SystemExit, match=r"wrong bounds: \['LeNet"):
+            architectures.main([*words, "--only", ARCHITECTURES[0]])
+
+    def raw(*a: Any, **k: Any) -> None:
+        torch.zeros(2) + torch.zeros(3)
+
+    monkeypatch.setattr(architectures, "certify", raw)
+    with pytest.raises(SystemExit, match=r"not sentences: \['"):
+        architectures.main([*words, "--only", ARCHITECTURES[1]])
+
+
+def test_every_architecture_answers_and_has_a_name_of_its_own() -> None:
+    assert len(KINDS) >= 120 and len({kind.name for kind in KINDS}) == len(KINDS)
+    for kind in KINDS[::9]:
+        x = architectures.images(kind.channels, "cpu")
+        logits = ask(made(kind), x)
+        assert logits.shape == (2, 10) and torch.equal(logits, ask(made(kind), x)), kind.name
 
 
 def test_wrong_certificates_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
