@@ -3,6 +3,7 @@ stand-in."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from problems import Case
 from wball import (
+    AttackResult,
     ScoreSearch,
     StandardAttack,
     WassersteinBall,
@@ -30,6 +32,19 @@ Change = Callable[[Tensor], Tensor]
 
 def fast(eps: float) -> StandardAttack:
     return StandardAttack(WassersteinBall(eps), version="fast", check=False)
+
+
+@functools.cache
+def _remembered(attack: StandardAttack, _: str) -> list[AttackResult]:
+    return []
+
+
+def plainly(attack: StandardAttack, case: Case) -> AttackResult:
+    """What an attack finds without a mask: the same for every test."""
+    found = _remembered(attack, f"{standard.MEMBERS}")
+    if not found:
+        found.append(attack(*case))
+    return found[0]
 
 
 def _one_by_one(z: Tensor) -> Tensor:
@@ -126,14 +141,23 @@ def behind(name: str, net: nn.Module) -> Change:
     return lambda z: net(before(z)) if before else after(net(z))
 
 
+OPENED = {"oscillating", "softmax", "maximum", "transposed"}
+"""Masks that must be opened: distrust alone, however justified, is no answer to them."""
+
+
+def opened_or_not_believed(name: str, found: AttackResult, plain: AttackResult) -> None:
+    assert plain.reliable and int(plain.success.sum()) >= 8
+    opened = int(found.success.sum()) >= int(plain.success.sum()) - 1
+    assert opened or not found.reliable
+    assert name not in OPENED or (opened and found.reliable)
+
+
 @pytest.mark.parametrize("name", [*DETOURS, "unique values"])
 def test_gradients_that_stand_ins_cannot_open_are_not_believed(name: str, case: Case) -> None:
     model = behind(name, case.net)
     with torch.no_grad():
         y = model(case.images.clone()).argmax(1)
-    found, plain = fast(0.3)(model, case.images, y), fast(0.3)(*case)
-    assert plain.reliable  # to distrust everything would be no answer
-    assert int(found.success.sum()) >= int(plain.success.sum()) - 1 or not found.reliable
+    opened_or_not_believed(name, fast(0.3)(model, case.images, y), plainly(fast(0.3), case))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +187,7 @@ def test_logits_of_any_scale_are_climbed(
     model = lambda z: factor * net(z)
     view = best_view(model, images, labels, WassersteinBall(0.3))
     assert view.model is not model and view.own and view.is_useful
-    found, plain = (fast(0.3)(m, images, labels) for m in (model, net))
+    found, plain = fast(0.3)(model, images, labels), plainly(fast(0.3), Case(net, images, labels))
     assert found.reliable and int(found.success.sum()) >= int(plain.success.sum()) - 1
 
 
@@ -264,7 +288,7 @@ def test_the_standard_attack_sees_through(name: str, case: Case) -> None:
     attack, model = fast(0.3), behind(name, case.net)
     with torch.no_grad():
         y = model(case.images.clone()).argmax(1)
-    masked, plain = attack(model, case.images, y), attack(*case)
+    masked, plain = attack(model, case.images, y), plainly(attack, case)
     assert plain.success.sum() >= 8
     assert masked.success.sum() >= 7, "an image or two more may survive behind a threshold"
     assert audit(attack.ball, case.images, masked.images).all_valid
@@ -299,10 +323,7 @@ def test_decoys_are_opened_or_not_believed(
     model = _decoys(case.net)[name]
     with torch.no_grad():
         y = model(case.images).argmax(1)
-    result, plain = attack(model, case.images, y), attack(*case)
-    assert plain.reliable  # to distrust everything would be no answer
-    assert int(result.success.sum()) >= int(plain.success.sum()) - 1 or not result.reliable
-    assert plain.reliable, "an attack that distrusts everything shows nothing"
+    opened_or_not_believed(name, attack(model, case.images, y), plainly(attack, case))
 
 
 def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, images: Tensor) -> None:

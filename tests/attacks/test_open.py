@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from wball.attacks import GradientAttack
+from wball.attacks import GradientAttack, standard
 from wball.attacks.base import AttackBatch, State
 from wball.attacks.dual_averaging import Potentials, normalised
 
@@ -108,12 +108,14 @@ def test_members_of_your_own_run_on_survivors_and_are_named() -> None:
     assert wball.audit(ball, x, found.images).all_valid
 
 
-def test_an_extra_member_that_breaks_an_image_is_credited() -> None:
+def test_an_extra_member_that_breaks_an_image_is_credited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(standard.MEMBERS, "fast", (standard.Member("margin", 1e-9, steps=1),))
     net, x, y = case()
     ball = wball.WassersteinBall(2.0)
-    weak = wball.StandardAttack(ball, version="fast", check=False)(net, x, y)
-    attack = wball.StandardAttack(
-        ball, version="fast", extra=[Adaptive(ball, steps=60)], check=False
-    )
-    found = attack(net, x, y)
-    assert bool((weak.success <= found.success).all())
+    extra = [wball.DualAveraging(ball, steps=1, step_size=1e-9), Adaptive(ball, steps=60)]
+    alone = extra[1](net, x, y)
+    found = wball.StandardAttack(ball, version="fast", extra=extra, check=False)(net, x, y)
+    assert int(alone.success.sum()) >= 3 and found.member is not None
+    assert torch.equal(found.success, alone.success)
+    assert set(found.member[found.success & (found.distance > 0)].tolist()) == {2}
+    assert torch.equal(found.member >= 0, found.success)

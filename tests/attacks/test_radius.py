@@ -33,9 +33,9 @@ BALL = WassersteinBall(0.3)
 def test_growing_radius_schedule() -> None:
     growth = GrowingRadius(factor=2.0, every=3)
     assert [growth.at(0.1, step) for step in (0, 2, 3, 6)] == pytest.approx([0.1, 0.1, 0.2, 0.4])
-    for bad in ({"factor": 0.9}, {"every": 0}):
-        with pytest.raises(ValueError):
-            GrowingRadius(**bad)
+    for name, value in (("factor", 0.9), ("every", 0)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            GrowingRadius(**{name: value})
 
 
 def test_pgd_with_growing_radius_gives_a_curve(case: Case) -> None:
@@ -68,10 +68,8 @@ def test_paper_presets() -> None:
 def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     keep = torch.tensor([0, 1, 2, 4])
     result = PGD.paper("mnist", steps=4)(net, images[keep], labels[keep])
-    moved = result.n_steps > 0
-    assert (
-        result.distance[result.success & moved].isnan().all()
-    )  # its points lie in no ball, so none is claimed
+    found = result.success & (result.n_steps > 0)
+    assert found.any() and result.distance[found].isnan().all()  # its points lie in no ball
     assert (result.images >= 0).all() and (result.images <= 1).all()
 
 

@@ -44,6 +44,7 @@ def test_commands_in_the_documentation_exist() -> None:
     from wball.cli.commands import app
 
     top: Any = typer.main.get_command(app)
+    seen = 0
     for page in PAGES:
         for block in re.findall(
             r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
@@ -52,6 +53,7 @@ def test_commands_in_the_documentation_exist() -> None:
             for words in re.findall(
                 r"^(?:torchrun .*? -m wball|wball) ([a-z].*)", lines, re.MULTILINE
             ):
+                seen += 1
                 given = words.split("#")[0].split()
                 shown = top.commands.get(given[0])
                 assert shown is not None, f"{page.name} shows `wball {given[0]}`"
@@ -65,6 +67,7 @@ def test_commands_in_the_documentation_exist() -> None:
                         assert word.split("=")[0] in known | {"--help"}, (
                             f"{page.name} shows `wball {words}`"
                         )
+    assert seen > 20
 
 
 @pytest.mark.slow
@@ -138,7 +141,9 @@ def documented() -> list[str]:
 def test_every_documented_name_resolves() -> None:
     """As written after ``import wball``: a public name, or a module that can be imported and what
     is in it."""
-    for name in documented():
+    names = documented()
+    assert len(names) > 50 and {"wball.certify", "wball.PGD"} <= {*names}
+    for name in names:
         parts = name.split(".")
         for cut in range(len(parts), 0, -1):
             try:

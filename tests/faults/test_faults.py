@@ -1,7 +1,7 @@
 """Evaluations that are killed, starved or deceived lose nothing, and say in one line what happened.
 
 Related tests: ``test_resuming.py`` (interruptions at any call, damaged files), ``test_restart.py``
-(training), ``test_checkpoint.py`` (weights), ``test_named.py`` and ``test_fetch.py`` (data sets and
+(training), ``test_weights.py``, ``test_named.py`` and ``test_fetch.py`` (data sets and
 downloads), ``test_cli.py`` (full disks and folders in use at the command line).
 """
 

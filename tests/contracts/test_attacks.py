@@ -1,4 +1,8 @@
-"""What every attack promises, tried on each of them."""
+"""What every attack promises, tried on each of them.
+
+The mistakes this finds: a point outside the ball, a success that is none, a distance that is too
+small, an image that depends on its batch, a random state or a model that is left changed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from contracts.attacks import ATTACKS, BALL, SOLVERS
+from contracts.balls import BALLS
+from contracts.balls import images as images_of
 from problems import Case
 from wball import (
     PGD,
     AttackResult,
-    DecisionSearch,
-    DenseCost,
     DualAveraging,
     FrankWolfe,
-    GridCost,
-    LinfBall,
     ScoreSearch,
     StandardAttack,
     audit,
@@ -34,27 +37,7 @@ from wball.ball import WassersteinBall
 from wball.kernels import dispatch
 from wball.result import Duals, ProjectionResult
 
-BALL = WassersteinBall(0.3)
-
-ATTACKS: dict[str, Attack] = {
-    "dual averaging": DualAveraging(BALL, steps=8),
-    "dual averaging, random start": DualAveraging(
-        BALL, steps=5, random_start=5.0, objective="margin", memory=0.9
-    ),
-    "pgd": PGD(BALL, steps=3),
-    "pgd, entropic, l2": PGD(BALL, steps=3, step="l2", step_size=0.5, reg=1e4, random_start=True),
-    "pgd, conjugate step": PGD(BALL, steps=2, step="wasserstein", step_size=0.1),
-    "frank-wolfe": FrankWolfe(BALL, steps=3),
-    "fast": StandardAttack(BALL, version="fast"),
-    "score search": ScoreSearch(BALL, queries=250, directions=8),
-    "decision search": DecisionSearch(WassersteinBall(1.0), queries=600, directions=15),
-    "linf pgd": PGD(LinfBall(0.1), steps=5, random_start=True),
-    "linf frank-wolfe": FrankWolfe(LinfBall(0.1), steps=5),
-    "linf fast": StandardAttack(LinfBall(0.05), version="fast"),
-    "linf score search": ScoreSearch(LinfBall(0.1), queries=250, directions=8),
-}
 every_attack = pytest.mark.parametrize("name", ATTACKS)
-SOLVERS = [name for name in ATTACKS if name.startswith(("pgd", "frank"))]
 WRONG, BLACK = 5, 3  # positions in the fixtures
 
 
@@ -207,26 +190,24 @@ def test_frank_wolfe_climbs_as_far_as_with_exact_corners(case: Case) -> None:
     assert float(found.distance.max()) <= float(BALL.eps) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(
-    "ball",
-    [
-        WassersteinBall(0.4, GridCost(3, 2.0)),
-        WassersteinBall(8.0, mass="absolute"),
-        WassersteinBall(0.4, box=(0.2, 0.9)),
-        WassersteinBall(0.4, box=None),
-        WassersteinBall(0.4, GridCost(15)),
-        WassersteinBall(0.4, DenseCost((torch.arange(12.0)[:, None] - torch.arange(12.0)).abs())),
-    ],
-)
-def test_other_balls(ball: WassersteinBall) -> None:
+@pytest.mark.parametrize("kind", [DualAveraging, FrankWolfe, PGD, ScoreSearch])
+@pytest.mark.parametrize("name", BALLS)
+def test_every_ball(name: str, kind: type[Attack]) -> None:
+    """Each is attacked in its own images, one of which nothing can change."""
+    ball = BALLS[name]
+    x = images_of(ball, 2, 1).clamp(*(ball.box or (0.0, 1.0)))
     torch.manual_seed(0)
-    histograms = isinstance(ball.cost, DenseCost)
-    x = torch.rand((5, 12) if histograms else (5, 3, 6, 7)).clamp(*(ball.box or (0, 1)))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 4))
-    for attack in (DualAveraging(ball, steps=15), FrankWolfe(ball, steps=5)):
-        result = attack(model, x, model(x).argmax(1))
-        assert audit(ball, x, result.images).all_valid
-        assert result.success.any()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(40, 4))
+    y = model(x).argmax(1)
+    y[5] = (y[5] + 1) % 4
+    settings: dict[str, Any] = {"queries": 60} if kind is ScoreSearch else {"steps": 4}
+    result = kind(ball, **settings)(model, x, y)
+    report = audit(ball, x, result.images)
+    assert report.all_valid and result.success[5]
+    assert bool((result.distance >= report.distance - 1e-5 * (1 + report.distance)).all())
+    assert torch.equal(model(result.images).argmax(1) != y, result.success)
+    still = name in ("nothing can move", "no radius")
+    assert (int(result.success.sum()) == 1) is still or torch.equal(result.images, x) is still
 
 
 def test_until_success_false_raises_the_loss_further(case: Case) -> None:
@@ -422,9 +403,12 @@ def test_errors_of_calls_say_what_is_wrong(
     attack = DualAveraging(BALL.at([0.1, 0.2]) if "2 values" in message else BALL)
     with pytest.raises((ValueError, TypeError), match=message):
         attack(*call(net, images, labels))
-    for options in ({"target": labels[:2]}, {"generator": 3}):
+
+
+def test_targets_and_generators_are_checked(case: Case) -> None:
+    for options in ({"target": case.labels[:2]}, {"generator": 3}):
         with pytest.raises((ValueError, TypeError), match=next(iter(options))):
-            attack(net, images, labels, **options)  # type: ignore[arg-type]
+            DualAveraging(BALL)(*case, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -469,3 +453,58 @@ def test_dropping_images_late_changes_nothing(case: Case, monkeypatch: pytest.Mo
     monkeypatch.setitem(wball.attacks.base.DROP_EVERY, "cpu", 3)
     for attack, before in zip(attacks, expected, strict=True):
         assert_same(attack(*case), before, tol=1e-4)
+
+
+# Seeds, batches and order
+# --------------------------------------------------------------------------------------------------
+
+
+class Exact(nn.Module):
+    """Sums in float64, so that a batch of another size does not round the logits differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.randn(196, 16, generator=generator) / 6)
+        self.second = nn.Parameter(torch.randn(16, 10, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(x.flatten(1).double() @ self.first.double())
+        return (hidden @ self.second.double()).to(x.dtype)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Tensor:
+    return nn.functional.avg_pool2d(wball.load_sample("mnist")[0][:5], 2)
+
+
+@pytest.mark.parametrize("name", ["dual averaging, random start", "linf pgd", "pgd, entropic, l2"])
+def test_same_seed_same_bits(digits: Tensor, name: str) -> None:
+    labels = Exact()(digits).argmax(1)
+
+    def attacked(seed: int | None) -> Tensor:
+        torch.rand(3)  # the global state plays no role
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        attack = replace(ATTACKS[name].at(0.05), until_success=False)
+        return attack(Exact(), digits, labels, generator=generator).images
+
+    assert torch.equal(attacked(1), attacked(1)) and torch.equal(attacked(None), attacked(None))
+    assert not torch.equal(attacked(1), attacked(2))
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if "search" not in name])
+def test_batch_size_and_order_do_not_matter(digits: Tensor, name: str) -> None:
+    """Searches draw their directions for the batch, so they are not asked."""
+    attack = ATTACKS[name].at(0.2)
+    options = {f.name for f in fields(attack)}  # type: ignore[arg-type]
+    random = {"random_start": 0.0, "until_success": False}
+    attack = replace(attack, **{k: v for k, v in random.items() if k in options})
+    labels, order = Exact()(digits).argmax(1), torch.tensor([4, 2, 0, 1, 3])
+    whole, turned = attack(Exact(), digits, labels), attack(Exact(), digits[order], labels[order])
+    torch.testing.assert_close(turned.images, whole.images[order], rtol=0, atol=1e-6)
+    assert torch.equal(turned.success, whole.success[order])
+    parts = [attack(Exact(), digits[k : k + 1], labels[k : k + 1]) for k in range(3)]
+    torch.testing.assert_close(
+        torch.cat([p.images for p in parts]), whole.images[:3], rtol=0, atol=1e-6
+    )
+    assert torch.equal(torch.cat([p.success for p in parts]), whole.success[:3])
