@@ -26,6 +26,7 @@ import wball
 from benchmarks.frame import Result, Row, attempts, options
 from benchmarks.networks import KINDS, made
 from wball.certificates import CertificateResult, certified_radius, certify, verify
+from wball.certificates.program import exported
 from wball.model import ask
 
 EPS = 1e-4
@@ -105,6 +106,8 @@ def tried(name: str, device: str, seed: int, seconds: float) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            exported(model, x)
+            row["export_seconds"] = round(time.perf_counter() - begun, 2)
             first = certify(
                 model, x, y, wball.WassersteinBall(EPS), time_limit=seconds, progress=False
             )
@@ -140,7 +143,9 @@ def examined(
 def main(arguments: list[str] | None = None) -> None:
     parser = options("architectures", __doc__)
     parser.add_argument("--only", nargs="+", help="parts of names or families")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a certificate, per image")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="limit per image, without export"
+    )
     parser.add_argument("--processes", type=int, default=1, help="architectures at once")
     given = parser.parse_args(arguments)
     result = Result("architectures", given, eps=EPS, rounds=ROUNDS, seconds=given.seconds)
