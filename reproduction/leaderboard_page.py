@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from reproduction.leaderboard import BOARD, PROTOCOLS, WRONG, Protocol, filled
+from reproduction.leaderboard import BOARD, PROTOCOLS, WRONG, Protocol, filled, shared
 from reproduction.page import folded, template
 from reproduction.tables import Table, points
 from reproduction.workshop import Data
@@ -35,10 +35,9 @@ def tables(content: Data) -> list[Table]:
 
 def _attacked(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
     radii = [f"{r:g}" for r in protocol.radii]
-    columns: list[list[float | None]] = [[row["clean"] for row in rows]]
-    columns += [[row["attack"]["accuracy"][r] for row in rows] for r in radii]
+    columns = zip(*map(shared, rows), strict=True)
     cells = [*map(_marked, columns)]
-    head = ["#", "model", "network (weights)", "images", "clean", *radii, "beats the next at"]
+    head = ["#", "model", "network (weights)", "clean", *radii, "beats the next at"]
     head += ["reliable"]
     better = [*map(_beaten, rows, rows[1:], [protocol.radii] * len(rows)), None]
     body = [
@@ -46,19 +45,19 @@ def _attacked(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
             str(place + 1),
             f"`{row['name']}` ({row['authors']})" + ("" if is_latest(row) else " †"),
             f"{row['architecture']} ({row['weights']:,})",
-            f"{row['images']:,}",
             *(column[place] for column in cells),
             better[place],
             "no" if row["flags"] else "yes",
         ]
         for place, row in enumerate(rows)
     ]
-    return Table(head, body, f"{dataset_info(dataset).title}: robust accuracy in percent, by eps")
+    title = f"{dataset_info(dataset).title}: robust accuracy in percent, by eps"
+    return Table(head, body, f"{title}; first {protocol.images:,} test images")
 
 
 def _beaten(row: Data, following: Data, radii: Sequence[float]) -> str | None:
     """Where a model is more robust than the next one, by a paired test on the images of both."""
-    won = []
+    won = list[str]()
     for place, eps in enumerate(radii):
         both = [
             [outcome != WRONG and int(outcome) > place for outcome in one["outcomes"]]
@@ -73,13 +72,18 @@ def _beaten(row: Data, following: Data, radii: Sequence[float]) -> str | None:
 
 
 def intervals(content: Data) -> list[Table]:
-    """Robust accuracies as exact 95 % intervals (Clopper and Pearson)."""
+    """Robust accuracies on all images of a row, as exact 95 % intervals (Clopper and Pearson)."""
     made = []
     for dataset, protocol in PROTOCOLS.items():
         radii = [f"{r:g}" for r in protocol.radii]
         body = [
             [f"`{row['name']}`", f"{row['images']:,}"]
-            + [_interval(row["attack"]["accuracy"][r], row["images"]) for r in radii]
+            + [
+                f"{points(row['attack']['accuracy'][r])} ("
+                + _interval(row["attack"]["accuracy"][r], row["images"])
+                + ")"
+                for r in radii
+            ]
             for row in content["rows"]
             if row["dataset"] == dataset
         ]
@@ -153,24 +157,26 @@ def smoothing(found: Data) -> Table:
 def predecessors(content: Data, others: Data) -> Table:
     """The best of the predecessors' attacks on public networks, and ours on the same digits."""
     radii, body, steps = PROTOCOLS["mnist"].radii, [], others["steps"]
+    most = max(row["images"] for row in others["rows"])
     for row in (row for row in content["rows"] if row["dataset"] == "mnist"):
         cells: list[str | None] = []
         for eps in radii:
             tried = {
                 r["method"]: r["robust"]
                 for r in others["rows"]
-                if (r["model"], r["eps"], r["images"]) == (row["name"], eps, row["images"])
+                if (r["model"], r["eps"], r["images"]) == (row["name"], eps, most)
             }
             best = min((m for m in SHORT if m in tried), key=tried.__getitem__, default=None)
             said = [f"{tried[best]:.1f} ({SHORT[best]})"] if best else []
             said += [f"{tried[OURS]:.1f}"] if OURS in tried else []
-            said += [f"{100 * row['attack']['accuracy'][f'{eps:g}']:.1f}"]
+            if row["images"] == most:
+                said += [f"{100 * row['attack']['accuracy'][f'{eps:g}']:.1f}"]
             cells.append(" / ".join(said) if best else None)
         if any(cells):
             body.append([f"`{row['name']}`", *cells])
     title = (
         f"Best of the predecessors' attacks with {steps} gradients / first members of "
-        f"StandardAttack with {steps} / StandardAttack, by eps"
+        f"StandardAttack with {steps} / StandardAttack where it attacked as many, {most:,} digits"
     )
     return Table(["network", *map("{:g}".format, radii)], body, title)
 
@@ -221,8 +227,8 @@ def page(content: Data, results: Path) -> str:
         *(table.markdown() for table in shown if table.rows),
         "\n".join(notes),
     ]
-    made = [table.markdown() for table in intervals(content) if table.rows]
-    parts.append(folded("Intervals of robust accuracy", made))
+    spans = (table.markdown() for table in intervals(content) if table.rows)
+    parts.append(folded("Intervals of robust accuracy", spans))
     for title, text, sources in FOLDED:
         made = [
             made(content, _known(results / file))

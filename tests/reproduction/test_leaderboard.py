@@ -200,7 +200,7 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     assert first["0.05"] == "80.0" and first["0.1"] == "**70.0**"
     assert first["beats the next at"] == "0.1, 0.2, 0.3, 0.5"
     (spans,) = [table for table in intervals(content) if table.rows]
-    assert spans.rows[0][:4] == ["`strong`", "10,000", "79.2 to 80.8", "69.1 to 70.9"]
+    assert spans.rows[0][:4] == ["`strong`", "10,000", "80.0 (79.2 to 80.8)", "70.0 (69.1 to 70.9)"]
     second = dict(zip(table.head, table.rows[1], strict=True))
     assert second["0.05"] == "**90.0**" and second["0.3"] == "0.0" and second["reliable"] == "yes"
     assert [r[0] for r in proofs.rows] == ["`strong`", "`weak`"]
@@ -291,7 +291,11 @@ def test_quick_runs_take_what_needs_no_download(
         Workshop(Settings(quick=True, device="cpu", out=tmp_path)), ["all"]
     )
     every = available(Workshop(Settings(device="cpu", out=tmp_path)), ["all"])
-    assert set(wball.public_models()) | set(wball.list_models()) <= set(every)
+    noisy = {  # they answer at chance where no noise is added
+        f"levine2020-mnist-{noise}"
+        for noise in ("flow-0.1", "flow-0.2", "flow-0.5", "laplace-0.05", "laplace-0.1")
+    }
+    assert (set(wball.public_models()) | set(wball.list_models())) - noisy <= set(every)
 
 
 def test_the_committed_page_is_what_the_committed_board_says() -> None:
