@@ -640,6 +640,8 @@ class _BoundedBatch:
             if x.is_cuda:
                 units = room / (gain_bytes(source) * len(self.graph.relaxed()))  # of one image
                 relaxation.limit = max(LIMIT, int(units * source.gain_size) // x[0].numel())
+            if reach == CLOSE:
+                relaxation.bound_sums(some)
             for position in self.graph.relaxed():
                 relaxation.bound_layer(position, some, anchored=True)
             found = torch.maximum(found, relaxation.margins(y, some, anchored=True))

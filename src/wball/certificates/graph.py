@@ -22,13 +22,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.curves import ULPS, UNKNOWN, Curve, Lines
+from wball.certificates.curves import SINGLE, ULPS, UNKNOWN, Curve, Lines
 from wball.input_sets.rows import Rows, add, trim
 from wball.inputs import dot
 
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]
 """Centre and radius of every coordinate."""
+
+
+def size_of(interval: Interval) -> Tensor:
+    """The largest magnitude in an interval."""
+    return interval[0].abs() + interval[1]
+
+
+def around_zero(centre: Tensor, radius: Tensor) -> Interval:
+    """The smallest interval that contains this one and 0."""
+    low, up = (centre - radius).clamp(max=0.0), (centre + radius).clamp(min=0.0)
+    return (low + up) / 2, (up - low) / 2
+
 
 FOLDED = 2**27
 """Numbers that a folded convolution may hold at a time."""
@@ -43,9 +55,9 @@ class Op(ABC):
     inputs: tuple[int, ...]
     shape: Shape
 
-    def rounding(self, *sizes: Tensor) -> Tensor | float:
-        """What the computed value may be off by, in unit roundoffs, if the magnitudes of what it
-        reads are at most ``sizes``; infinite where it may overflow."""
+    def rounding(self, *read: Interval) -> Tensor | float:
+        """What the computed value may be off by, in unit roundoffs, from intervals of what it
+        reads."""
         return 0.0
 
 
@@ -79,9 +91,21 @@ class Affine(Op):
         """How many terms that may differ from 0 are summed in one value."""
         return 1.0
 
-    def rounding(self, *sizes: Tensor) -> Tensor | float:
-        summed = self.spread(*sizes) + self.constants()
-        return (self.terms(*sizes) + ULPS) * summed
+    def rounding(self, *read: Interval) -> Tensor | float:
+        """A sum of ``n`` terms rounds ``n`` partial sums, in any order. Each of them is the sum of
+        some of the terms, hence between the sum of the negative ones and that of the positive
+        ones."""
+        around = [around_zero(*interval) for interval in read]
+        centre, spread = self.forward(*(c for c, _ in around)), self.spread(*(r for _, r in around))
+        sizes = [size_of(interval) for interval in read]
+        partial = centre.abs() + spread + self.constants()
+        return rounded(self.terms(*sizes), partial, self.spread(*sizes) + self.constants())
+
+
+def rounded(terms: Tensor | float, partial: Tensor, summed: Tensor) -> Tensor:
+    """What a sum may be off by, in unit roundoffs, from the largest magnitudes of its partial sums
+    and of all its terms together."""
+    return terms * (1 + 4 * SINGLE * terms) * partial + ULPS * summed
 
 
 def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
@@ -240,7 +264,7 @@ class Reshape(Affine):
     def spread(self, *radii: Tensor) -> Tensor:
         return self.forward(*radii)
 
-    def rounding(self, *sizes: Tensor) -> float:
+    def rounding(self, *read: Interval) -> float:
         return 0.0
 
 
@@ -275,7 +299,7 @@ class Move(Affine):
     def constants(self) -> Tensor:
         return self.shift.abs()
 
-    def rounding(self, *sizes: Tensor) -> float:
+    def rounding(self, *read: Interval) -> float:
         return 0.0
 
 
@@ -299,8 +323,8 @@ class Activation(Op):
         """The activation itself; 0 times infinity is 0 here."""
         return F.leaky_relu(h, self.leak) if self.leak else h.relu()
 
-    def rounding(self, *sizes: Tensor) -> Tensor | float:
-        return 3 * self.leak * sizes[0]  # the slope is rounded, too
+    def rounding(self, *read: Interval) -> Tensor | float:
+        return 3 * self.leak * size_of(read[0])  # the slope is rounded, too
 
 
 @dataclass(frozen=True)
@@ -368,8 +392,8 @@ class Product(Op):
         parts = zip((a * d, a * c), self.views, (first[0], second[0]), strict=True)
         return constant, [pulled(*part) for part in parts], size
 
-    def rounding(self, *sizes: Tensor) -> Tensor:
-        first, second = self.seen(*sizes)
+    def rounding(self, *read: Interval) -> Tensor:
+        first, second = self.seen(*map(size_of, read))
         return 2 * first * second
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,9 +54,12 @@ from wball.certificates.graph import (
     Input,
     Interval,
     Known,
+    Linear,
     Op,
     Product,
     back,
+    rounded,
+    size_of,
 )
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
@@ -91,11 +94,10 @@ class Bounds:
 
     def take(self, index: Tensor) -> Bounds:
         """The bounds of a subset of the images."""
-        lower, upper, errors = (
-            {k: v[index] for k, v in table.items()}
-            for table in (self.lower, self.upper, self.errors)
-        )
-        return Bounds(lower, upper, errors)
+        return Bounds(*({k: v[index] for k, v in table.items()} for table in self._tables()))
+
+    def _tables(self) -> tuple[dict[int, Tensor], ...]:
+        return self.lower, self.upper, self.errors
 
     @staticmethod
     def join(parts: list[Bounds]) -> Bounds:
@@ -104,7 +106,7 @@ class Bounds:
             return Bounds()
         sizes = [len(next(iter(part.lower.values()), ())) for part in parts]
 
-        def joined(tables: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+        def joined(tables: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
             like = {k: v[:1] for table in tables for k, v in table.items()}
             return {  # an error that is not there is 0
                 k: torch.cat(
@@ -116,11 +118,8 @@ class Bounds:
                 for k, v in like.items()
             }
 
-        return Bounds(
-            joined([part.lower for part in parts]),
-            joined([part.upper for part in parts]),
-            joined([part.errors for part in parts]),
-        )
+        tables = zip(*(part._tables() for part in parts), strict=True)
+        return Bounds(*(joined(table) for table in tables))
 
     def lines(self, position: int, curve: Curve) -> Lines:
         """Lines below and above a curve, computed once for the bounds of its layer."""
@@ -151,10 +150,10 @@ class Bounds:
 
     def put(self, index: Tensor, other: Bounds) -> None:
         """Write the bounds of a subset of the images."""
-        for position in other.lower:
-            self.lower[position][index] = other.lower[position]
-            self.upper[position][index] = other.upper[position]
-            self.changed(position)
+        for mine, found in zip(self._tables(), other._tables(), strict=True):
+            for position, value in found.items():
+                mine[position][index] = value
+        self._lines.clear()
 
     def unstable(self, position: int) -> Tensor:
         return (self.lower[position] < 0) & (self.upper[position] > 0)
@@ -177,7 +176,7 @@ class Intervals:
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.graph, self.source = graph, source
-        self._found: dict[int, Interval] = {}
+        self.found: dict[int, Interval] = {}
         self._lost = torch.zeros_like(source.ranges()[0].flatten(1)[:, 0], dtype=torch.bool)
 
     def start(self, position: int, bounds: Bounds) -> None:
@@ -185,14 +184,14 @@ class Intervals:
         sufficient for many units."""
         source = self.graph.ops[position].inputs[0]
         self.reach(source, bounds)
-        centre, radius = self._found[source]
+        centre, radius = self.found[source]
         bounds.set(position, centre - radius, centre + radius)
 
     def reach(self, target: int, bounds: Bounds) -> None:
         """Find the intervals and the errors of all operations up to ``target``."""
         for place in range(target + 1):
-            if place not in self._found:
-                self._found[place] = self._interval(place, bounds)
+            if place not in self.found:
+                self.found[place] = self._interval(place, bounds)
 
     def _interval(self, place: int, bounds: Bounds) -> Interval:
         op = self.graph.ops[place]
@@ -200,42 +199,41 @@ class Intervals:
             low, up = self.source.ranges()
             return (low + up) / 2, (up - low) / 2
         if isinstance(op, Affine):
-            parts = [self._found[k] for k in op.inputs]
-            centre = op.forward(*(c for c, _ in parts))
-            sizes = [c.abs() + r for c, r in parts]
-            summed = op.spread(*sizes) + op.constants() + centre.abs()
-            radius = op.spread(*(r for _, r in parts)) + self.graph.allowance * summed
+            read = [self.found[k] for k in op.inputs]
+            centre = op.forward(*(c for c, _ in read))
+            summed = op.spread(*map(size_of, read)) + op.constants() + centre.abs()
+            radius = op.spread(*(r for _, r in read)) + self.graph.allowance * summed
         else:
-            centre, radius, sizes = self._relaxed(place, op, bounds)
+            places = op.inputs if isinstance(op, Product) else (place,)
+            read = [bounds.range_of(k) for k in places]
+            centre, radius = self._relaxed(place, op, read, bounds)
             summed = centre.abs() + radius
-        rounding = op.rounding(*sizes)
+        rounding = op.rounding(*read)
         if isinstance(op, Curved):
             rounding = bounds.lines(place, op.curve).error
         error = self._error(rounding, summed, place)
         if error is not None:
-            bounds.errors[place] = error = error.expand(radius.shape)
+            error = error.expand(radius.shape)
+            bounds.errors[place] = torch.minimum(error, bounds.errors.get(place, error))
             radius = radius + error
         assert not bool((radius < 0).any()), f"{op.name}: negative radius"
         return centre, radius.clamp(max=UNKNOWN)
 
-    def _relaxed(self, place: int, op: Op, bounds: Bounds) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Centre and radius of an operation that is not affine, and the magnitudes it reads."""
+    def _relaxed(self, place: int, op: Op, read: list[Interval], bounds: Bounds) -> Interval:
+        """The values of an operation that is not affine."""
+        ends = [(c - r, c + r) for c, r in read]
         if isinstance(op, Product):
-            (c, r), (d, s) = (bounds.range_of(k) for k in op.inputs)
-            (a, b), (e, f) = op.seen(c - r, d - s), op.seen(c + r, d + s)
-            low, up = interval_product(a, e, b, f)
-            sizes = [c.abs() + r, d.abs() + s]
+            (a, b), (c, d) = (op.seen(*part) for part in zip(*ends, strict=True))
+            low, up = interval_product(a, c, b, d)
         elif isinstance(op, Curved):
             lines = bounds.lines(place, op.curve)
-            low, up, sizes = lines.least, lines.most, []
+            low, up = lines.least, lines.most
         else:
-            centre, radius = bounds.range_of(place)
-            low, up, sizes = centre - radius, centre + radius, [centre.abs() + radius]
+            low, up = ends[0]
             if isinstance(op, Activation):
                 low, up = op.value(low), op.value(up)
         low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
-        centre, radius = (low + up) / 2, (up - low) / 2
-        return centre, radius * (1 + 1e-15), sizes
+        return (low + up) / 2, (up - low) / 2 * (1 + 1e-15)
 
     def _error(self, rounding: Tensor | float, size: Tensor, place: int) -> Tensor | None:
         """What the model's values may be off by; ``None`` if they are exact.
@@ -380,10 +378,18 @@ class Relaxation:
 
     # ---- whole layers
 
-    def _chunk(
-        self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool
-    ) -> int:
-        """Number of rows over ``target`` that fit into the budget, found by one trial."""
+    def _portions(
+        self,
+        count: int,
+        target: int,
+        rows_of: Callable[[Tensor], Rows],
+        bounds: Bounds,
+        anchored: bool = False,
+    ) -> Iterator[tuple[Tensor, Rows]]:
+        """``count`` rows over ``target``, as many at a time as fit into the budget, until the
+        deadline. One trial finds how many they are."""
+        if count == 0 or time.monotonic() > self.deadline:
+            return
         if (target, anchored) not in self._chunks:
             largest = [1]
             step = self._relax(bounds)
@@ -393,11 +399,41 @@ class Relaxation:
                 largest.extend(part.coeff[0].numel() for part in (rows, *parts))
                 return constant, parts
 
-            one = rows_of(torch.zeros(1, dtype=torch.long))
+            one = rows_of(torch.zeros(1, dtype=torch.long, device=self.like.device))
             _, at_input = back(self.graph, target, one, relax)
             numbers = max(sum(largest), self.source.floats(at_input, anchored))
             self._chunks[target, anchored] = max(1, self.budget // numbers)
-        return self._chunks[target, anchored]
+        every = torch.arange(count, device=self.like.device)
+        for index in every.split(self._chunks[target, anchored]):
+            if time.monotonic() > self.deadline:
+                return
+            yield index, rows_of(index)
+
+    @torch.no_grad()
+    def bound_sums(self, bounds: Bounds) -> None:
+        """Tighten what matrix products may be off by: the terms of a sum cannot all be largest at
+        once, so its positive and its negative terms are bounded over the set like any rows."""
+        for place, op in enumerate(self.graph.ops):
+            if not isinstance(op, Linear) or op.weight.shape[0] >= op.weight.shape[1]:
+                continue
+            if len(op.shape) > 1:
+                continue
+            self.reach(place, bounds)
+            centre, radius = self._intervals.found[op.inputs[0]]
+            weight = op.weight.to(self.like)
+            signed = torch.cat([weight.clamp(min=0), -weight.clamp(max=0)])
+
+            def rows_of(index: Tensor, signed: Tensor = signed) -> Rows:
+                return Rows(-signed[index % len(signed)], index // len(signed))
+
+            most = self.like.new_full((self.images * len(signed),), math.inf)
+            for index, rows in self._portions(len(most), op.inputs[0], rows_of, bounds):
+                most[index] = -self.lower_bound(op.inputs[0], rows, bounds).value
+            below = op.spread((radius - centre).clamp(min=0))  # where values may be negative
+            parts = most.view(self.images, 2, -1).clamp(min=0) + below[:, None] + op.constants()
+            error = rounded(op.terms(size_of((centre, radius))), parts.amax(1), parts.sum(1))
+            error = (1.001 * self.graph.unit * error).nan_to_num(math.inf)
+            bounds.errors[place] = torch.minimum(bounds.errors[place], error)
 
     @torch.no_grad()
     def bound_layer(
@@ -542,29 +578,23 @@ class Relaxation:
 
         ``every`` lists them by flat position in the whole batch.
         """
-        if every.shape[0] == 0 or time.monotonic() > self.deadline:
-            return
         target = self.graph.ops[position].inputs[0]
         shape = self.graph.ops[target].shape
         size = math.prod(shape)
         low, up = (b[position].view(-1) for b in (bounds.lower, bounds.upper))
 
         def rows_of(index: Tensor) -> Rows:
-            index = index.to(every.device)
             here = every[index]
             return units(shape, here // size, here % size, sign[index], self.like)
 
-        step = self._chunk(target, rows_of, bounds, anchored)
         # How far a unit is from 0 does not matter. On a GPU, counting such units takes longer.
         bends = isinstance(self.graph.ops[position], Activation)
         settle = bends and not (anchored or every.is_cuda)
-        for index in torch.arange(every.shape[0], device=self.like.device).split(step):
-            if time.monotonic() > self.deadline:
-                return
+        for index, rows in self._portions(len(every), target, rows_of, bounds, anchored):
             here = every[index]
             bound = self.lower_bound(
                 target,
-                rows_of(index),
+                rows,
                 bounds,
                 anchored=anchored,
                 known=torch.where(sign[index] > 0, low[here], -up[here]),
@@ -592,21 +622,13 @@ class Relaxation:
         image, other = (torch.arange(classes, device=y.device) != y[:, None]).nonzero(as_tuple=True)
 
         def rows_of(index: Tensor) -> Rows:
-            index = index.to(y.device)
             coeff = self.like.new_zeros((index.shape[0], classes))
             coeff.scatter_(1, y[image[index]][:, None], 1.0)
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
 
-        if time.monotonic() > self.deadline:
-            return out
-        step = self._chunk(target, rows_of, bounds, anchored)
-        for index in torch.arange(image.shape[0], device=self.like.device).split(step):
-            if time.monotonic() > self.deadline:
-                break
-            bound = self.lower_bound(
-                target, rows_of(index), bounds, anchored=anchored, rounds=MARGIN_ROUNDS
-            )
+        for index, rows in self._portions(len(image), target, rows_of, bounds, anchored):
+            bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=MARGIN_ROUNDS)
             out[image[index], other[index]] = bound.value.nan_to_num(-math.inf)
         return out
 
