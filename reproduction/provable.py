@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.certificates.graph import (
-    Activation,
     Affine,
     Conv2d,
     Diagonal,
@@ -32,6 +31,7 @@ from wball.certificates.graph import (
     Input,
     Interval,
     Linear,
+    Relu,
     Reshape,
     Sum,
     back,
@@ -52,7 +52,7 @@ class LinfBounds:
     def __init__(self, model: nn.Module, like: Tensor) -> None:
         self.graph: Graph = read_graph(model, like)
         for op in self.graph.ops:
-            if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Reshape, Activation)):
+            if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Reshape, Relu)):
                 raise UnsupportedModule(
                     f"provable training has no interval bound for {op.name!r} ({type(op).__name__}); "
                     "use Linear, Conv2d, ReLU, Flatten, sums and normalisation by constants"
@@ -75,9 +75,10 @@ class LinfBounds:
             sources = [values[k] for k in op.inputs]
             if isinstance(op, Input):
                 values.append(image)
-            elif isinstance(op, Activation):
+            elif isinstance(op, Relu):
                 centre, radius = sources[0]
-                values.append(op.interval(centre - radius, centre + radius))
+                low, up = (centre - radius).relu(), (centre + radius).relu()
+                values.append(((low + up) / 2, (up - low) / 2))
             else:
                 assert isinstance(op, Affine)
                 centres, radii = zip(*sources, strict=True)
@@ -105,11 +106,11 @@ class LinfBounds:
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
             op = self.graph.ops[position]
-            assert isinstance(op, Activation)
+            assert isinstance(op, Relu)
             centre, radius = values[op.inputs[0]]
             low, up = centre - radius, centre + radius
-            slope, shift = upper_line(low, up, op.leak)
-            under = adaptive_slope(low, up, slope, op.leak)
+            slope, shift = upper_line(low, up)
+            under = adaptive_slope(low, up, slope)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             constant = dot(negative, rows.read(shift))
             return constant, [rows.like(positive * rows.read(under) + negative * rows.read(slope))]

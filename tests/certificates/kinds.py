@@ -192,6 +192,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "einsum": lambda: headed(
         Step(lambda v: torch.einsum("bchw,wd->bchd", v, torch.linspace(-1, 1, 12).view(4, 3))), nn.ReLU()
     ),
+    "weighted sum": lambda: behind_a_matrix(
+        Step(lambda v: torch.add(v.relu(), v.flip(1), alpha=3.0).relu())
+    ),
     "moves": lambda: headed(
         Step(lambda v: torch.cat([v.rot90(1, (2, 3)), v.roll(1, 2).repeat(1, 2, 1, 1)], 1)),
         nn.Conv2d(3, 2, 2), nn.ReLU(),

@@ -31,7 +31,13 @@ CURVES = {
             CurveStep(aten.where.self, (Value(1), Value(0), Value(2)), {}),
         )
     ),
-    "leaky relu": Curve((CurveStep(aten.leaky_relu.default, (Value(0), 0.2), {}),)),
+    "leaky relu": Curve(
+        (
+            CurveStep(aten.mul.Tensor, (Value(0), 0.2), {}),
+            CurveStep(aten.relu.default, (Value(0),), {}),
+            CurveStep(aten.add.Tensor, (Value(1), Value(2)), {"alpha": 0.8}),
+        )
+    ),
 }
 
 

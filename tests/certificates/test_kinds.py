@@ -15,7 +15,8 @@ from wball.certificates import certify, verify
 
 FAST = (
     "two relus and a pool", "leaky relu by a comparison", "elu", "mish", "gelu", "power", "softmax",
-    "adaptive max pool", "group norm", "layer norm", "excitation", "glu", "attention", "moves", "unfolded",
+    "adaptive max pool", "group norm", "layer norm", "excitation", "glu", "attention", "weighted sum", "moves",
+    "unfolded",
 )  # fmt: skip
 KINDS = [*FAST, *slow(*(name for name in NETWORKS if name not in FAST))]
 

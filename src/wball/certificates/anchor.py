@@ -193,14 +193,12 @@ class UnitAnchor(Anchor):
         gains_of = flat.new_zeros((images, most, flat.shape[1]))
         gains_of[image[order], place] = flat[order]
         self.gains, self.units = gains_of, units
-        # Of the rows charged last: an optimiser repeats them.
-        self._spread: tuple[Tensor, Spread] | None = None
         self.table = torch.arange(images, device=image.device)  # the row of each image in both
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for the images at ``index``, which may repeat; gains are not copied."""
         out = copy(self)
-        out.table, out._spread = self.table[index], None
+        out.table = self.table[index]
         return out
 
     def _parts(self, flat: Tensor) -> Charges:
@@ -213,9 +211,7 @@ class UnitAnchor(Anchor):
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
         table = self.table[rows.image]  # spare places have no gains
         weight = weights.coeff.flatten(1).gather(1, self.units[table])
-        if self._spread is None or self._spread[0] is not rows.image:
-            self._spread = rows.image, Spread(table, len(self.gains))
-        return self._parts(self._spread[1].product(weight, self.gains))
+        return self._parts(multiplied(weight, table, self.gains))
 
 
 @dataclass(frozen=True)
@@ -375,40 +371,24 @@ def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor
     return torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
 
 
-class Spread:
-    """Rows sorted by the table they read, so that all rows of a table are multiplied by it at
-    once."""
-
-    def __init__(self, table: Tensor, tables: int) -> None:
-        self.table, self.alone = table, tables == 1
-        if self.alone or not table.numel():
-            return
-        first, last = int(table.min()), int(table.max())
-        order, self.place, count = ranked(table - first, last - first + 1)
-        self.order, self.there = order, table[order] - first
-        self.tables = range(first, last + 1)
-        self.back = torch.empty_like(order).scatter(
-            0, order, torch.arange(order.shape[0], device=order.device)
-        )
-        self.counts = count.tolist()
-        self.most = max(self.counts)
-
-    def product(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Multiply every row of ``weight`` (N, U) by its table of ``values`` (tables, U, M); ``(N,
-        M)``."""
-        dtype = weight.dtype
-        if self.alone or not weight.shape[0]:
-            return weight @ values[0].to(dtype)
-        # Where few tables have most of the rows, padding would cost more than it saves.
-        if weight.device.type == "cpu" or self.most * len(self.counts) > 2 * weight.shape[0]:
-            parts = zip(self.tables, weight[self.order].split(self.counts), strict=True)
-            found = [rows @ values[table].to(dtype) for table, rows in parts if len(rows)]
-            return torch.cat(found)[self.back]
-        some = values[self.tables.start : self.tables.stop].to(dtype)
-        spread = weight.new_zeros((some.shape[0], self.most, weight.shape[1]))
-        spread = spread.index_put((self.there, self.place), weight[self.order])
-        product = spread @ some
-        return product[self.there[self.back], self.place[self.back]]
+def multiplied(weight: Tensor, table: Tensor, values: Tensor) -> Tensor:
+    """Multiply every row of ``weight`` (N, U) by its table of ``values`` (tables, U, M); ``(N,
+    M)``. All rows of a table are multiplied at once."""
+    if len(values) == 1 or not len(table):
+        return weight @ values[0].to(weight.dtype)
+    first, last = table.aminmax()
+    some = values[int(first) : int(last) + 1]
+    order, place, count = ranked(table - first, len(some))
+    most, sorted_rows = int(count.max()), weight[order]
+    # Where few tables have most of the rows, padding would cost more than it saves.
+    if weight.device.type == "cpu" or most * len(count) > 2 * len(table):
+        parts = zip(some, sorted_rows.split(count.tolist()), strict=True)
+        found = torch.cat([rows @ held.to(rows.dtype) for held, rows in parts if len(rows)])
+    else:
+        index = (table - first)[order], place
+        padded = weight.new_zeros((len(some), most, weight.shape[1]))
+        found = (padded.index_put(index, sorted_rows) @ some.to(weight.dtype))[index]
+    return found[order.argsort()]
 
 
 def ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:

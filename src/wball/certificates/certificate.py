@@ -17,7 +17,7 @@ from torch import Tensor
 from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
-from wball.certificates.complete import Leaf, Search
+from wball.certificates.complete import Answer, Leaf, Search
 from wball.certificates.complete.bound import grouped, improve, open_problems
 from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
@@ -346,7 +346,7 @@ def _certify(
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return _result(empty, empty, effort, "torch", empty)
     step = effort.batch_size or _images_at_once(x)
-    margins, cleans, known, times, leaves = [], [], [], [], list[tuple[Leaf, ...]]()
+    margins, cleans, times, leaves = [], [], [], list[tuple[Leaf, ...]]()
     seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
     most = x.shape[0] * effort.time_limit
     title = f"certify, {effort.method}, {max(1, seconds):.0f} to {most:.0f} s"
@@ -363,14 +363,13 @@ def _certify(
             margins.append(found)
             cleans.append(clean)
             leaves += batch.leaves
-            known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
             times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
         taken = torch.tensor(times, dtype=torch.float64, device=x.device)
         kernel = batch.source.kernel
         result = _result(torch.cat(cleans), torch.cat(margins), effort, kernel, taken)
         if effort.method != "complete":
             return replace(result, leaves=tuple(leaves))
-        return _decide(program, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
+        return _decide(program, graph, x, y, ball, result, effort.time_limit)
 
 
 def _result(
@@ -398,20 +397,19 @@ def _decide(
     y: Tensor,
     ball: Ball,
     found: CertificateResult,
-    known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for images that are not certified yet; ``known`` are the bounds of their
-    units."""
+    """Branch and bound for images that are not certified yet."""
     margin, certified, status = found.margin, found.certified, list(found.status)
     counterexample, seconds = x.clone(), found.seconds
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
     if left:
         index = torch.tensor(left, device=x.device)
-        sizes = _numbers_at_once(x), _searched(x), _room(x)
-        search = Search(program, graph, ball.take(index), found.plans, time_limit, *sizes)
-        answer = search.decide(x[index], y[index], margin[index], seconds[index], known)
+        memory, nothing = (_numbers_at_once(x), _room(x)), Answer.start(x[index], seconds[index])
+        some = ball.take(index), found.plans, x[index], y[index]
+        search = Search(program, graph, *some, *memory, nothing)
+        answer = search.decide(margin[index], time_limit, _searched(x))
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] = answer.seconds

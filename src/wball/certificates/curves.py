@@ -179,10 +179,6 @@ def add(a: Any, b: Any, *, alpha: float = 1.0) -> Jet:
     return found.off(a.error + b.error, 1.0)
 
 
-def subtract(a: Any, b: Any, *, alpha: float = 1.0) -> Jet:
-    return add(a, b, alpha=-alpha)
-
-
 def multiply(a: Any, b: Any) -> Any:
     if not isinstance(a, Jet) and not isinstance(b, Jet):
         return a * b
@@ -192,11 +188,6 @@ def multiply(a: Any, b: Any) -> Any:
     error = (a.size * b.error + b.size * a.error).nan_to_num(0.0, math.inf)
     ends = interval_product(a.low, a.high, b.low, b.high)
     return Jet(*ends, left[0] + right[0], left[1] + right[1], error).off(error, 1.0)
-
-
-def divide(a: Any, b: Any) -> Jet:
-    found: Jet = multiply(a, apply(aten.reciprocal.default, jets(a, b)[1]))
-    return found
 
 
 def power(a: Jet, exponent: float) -> Jet:
@@ -211,13 +202,9 @@ def power(a: Jet, exponent: float) -> Jet:
     return found if exponent > 0 else apply(aten.reciprocal.default, found)
 
 
-def leaky_relu(a: Jet, slope: float = 0.01) -> Jet:
-    return add(multiply(a, slope), multiply(apply(aten.relu.default, a), 1 - slope))
-
-
 def greater(a: Any, b: Any) -> Jet:
     """Whether ``a > b``, as 0 or 1; as an interval where both occur."""
-    gap = subtract(a, b)
+    gap = add(a, b, alpha=-1.0)
     room = SINGLE * gap.error
     least, most = (gap.low > room).to(gap.low), (gap.high >= -room).to(gap.low)
     jump = torch.where(least == most, 0.0 * least, math.inf)
@@ -246,9 +233,7 @@ def _same(a: Jet) -> Jet:
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: power,
-    aten.leaky_relu.default: leaky_relu,
-    aten.neg.default: lambda a: multiply(a, -1.0),
-    aten.logical_not.default: lambda a: subtract(1.0, a),
+    aten.logical_not.default: lambda a: add(1.0, a, alpha=-1.0),
     aten.logical_and.default: multiply,
     aten.where.self: where,
     **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default), _same),
@@ -256,7 +241,7 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
 """Operations on jets and numbers, beside :data:`FUNCTIONS`."""
 
 for _kind in ("Tensor", "Scalar"):
-    for _name, _function in (("add", add), ("sub", subtract), ("mul", multiply), ("div", divide)):
+    for _name, _function in (("add", add), ("mul", multiply)):
         OPERATIONS[getattr(getattr(aten, _name), _kind)] = _function
     for _name in ("gt", "ge"):
         OPERATIONS[getattr(getattr(aten, _name), _kind)] = greater

@@ -2,7 +2,7 @@
 
 All programs end up as the same few operations (:mod:`wball.certificates.operators`). Every one is
 either *affine* in the values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a,
-b>``), or an :class:`Activation`, a :class:`Curved` or a :class:`Product`, which are relaxed
+b>``), or an :class:`Relu`, a :class:`Curved` or a :class:`Product`, which are relaxed
 elsewhere.
 
 The model computes in its own precision. Its network is the exact one with perturbations: the value
@@ -187,13 +187,10 @@ class Conv2d(Affine):
 
 @dataclass(frozen=True)
 class Diagonal(Affine):
-    """``scale * h + shift`` in every coordinate: batch norm, normalisation, arithmetic with
-    constants."""
+    """``scale * h + shift`` in every coordinate: arithmetic with constants."""
 
     scale: Tensor  # (1, *shape), or (1, C, 1, 1) where the same all over the map
     shift: Tensor
-    summed: Tensor  # magnitudes that cancelled in the shift
-    count: float = 2.0  # operations
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
@@ -208,22 +205,7 @@ class Diagonal(Affine):
         return radii[0] * self.scale.to(radii[0].dtype).abs()
 
     def constants(self) -> Tensor:
-        return self.shift.abs() + self.summed
-
-    def terms(self, *sizes: Tensor) -> Tensor | float:
-        return self.count
-
-    def after(self, before: Diagonal) -> Diagonal:
-        """This operation and the one before it as one."""
-        summed = (self.scale * before.shift).abs() + self.scale.abs() * before.summed
-        return replace(
-            self,
-            inputs=before.inputs,
-            scale=self.scale * before.scale,
-            shift=self.scale * before.shift + self.shift,
-            summed=summed + self.summed,
-            count=self.count + before.count,
-        )
+        return self.shift.abs()
 
     @staticmethod
     def _read(values: Tensor, rows: Rows) -> Tensor:
@@ -232,19 +214,19 @@ class Diagonal(Affine):
 
 @dataclass(frozen=True)
 class Sum(Affine):
-    """``h_1 + sign * h_2``, such as the end of a residual branch."""
+    """``h_1 + scale * h_2``, such as the end of a residual branch."""
 
-    sign: float
+    scale: float
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        second = rows if self.sign == 1 else rows.like(rows.coeff * self.sign)
+        second = rows if self.scale == 1 else rows.like(rows.coeff * self.scale)
         return rows.coeff.new_zeros(rows.coeff.shape[0]), [rows, second]
 
     def forward(self, *values: Tensor) -> Tensor:
-        return values[0] + self.sign * values[1]
+        return values[0] + self.scale * values[1]
 
     def spread(self, *radii: Tensor) -> Tensor:
-        return radii[0] + radii[1]
+        return radii[0] + abs(self.scale) * radii[1]
 
 
 @dataclass(frozen=True)
@@ -309,22 +291,8 @@ def gathered(rows: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Activation(Op):
-    """``max(h, leak * h)`` in every coordinate: ReLU (``leak = 0``) and leaky ReLU."""
-
-    leak: float
-
-    def interval(self, low: Tensor, up: Tensor) -> Interval:
-        """The interval of the output when the input is between ``low`` and ``up``."""
-        low, up = self.value(low), self.value(up)
-        return (low + up) / 2, (up - low) / 2
-
-    def value(self, h: Tensor) -> Tensor:
-        """The activation itself; 0 times infinity is 0 here."""
-        return F.leaky_relu(h, self.leak) if self.leak else h.relu()
-
-    def rounding(self, *read: Interval) -> Tensor | float:
-        return 3 * self.leak * size_of(read[0])  # the slope is rounded, too
+class Relu(Op):
+    """``max(h, 0)`` in every coordinate."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +317,28 @@ class Curved(Op):
 
 @dataclass(frozen=True)
 class Known(Op):
-    """The same values; their bounds are needed by a :class:`Product`."""
+    """A factor of a :class:`Product`, in its shape. What it reads needs bounds.
+
+    Attributes:
+        before: the shape of what it reads.
+        view: for every value, its flat place there; ``None`` if the shapes are equal.
+    """
+
+    before: Shape
+    view: Tensor | None
+
+    def seen(self, value: Tensor) -> Tensor:
+        """Values of every image in the shape of the product."""
+        if self.view is None:
+            return value
+        return value.flatten(1)[:, self.view].reshape(-1, *self.shape)
+
+    def back(self, rows: Rows) -> Rows:
+        if self.view is None:
+            return rows
+        whole = rows.dense(self.shape)
+        flat = gathered(whole.coeff, self.view, math.prod(self.before))
+        return whole.like(flat.reshape(-1, *self.before))
 
 
 @dataclass(frozen=True)
@@ -357,44 +346,20 @@ class Product(Op):
     """The product of two values with bounds, both :class:`Known`.
 
     With centres ``c, d`` and radii ``r, s``, ``|x y - (d x + c y - c d)| <= r s``.
-
-    Attributes:
-        views: for every value of the product, the flat place of each factor; ``None`` for factors
-            of the same shape.
     """
-
-    views: tuple[Tensor | None, Tensor | None]
-
-    def seen(self, *values: Tensor) -> list[Tensor]:
-        """What the two factors are in the shape of the product, of every image."""
-        return [
-            v if view is None else v.flatten(1)[:, view].reshape(-1, *self.shape)
-            for v, view in zip(values, self.views, strict=True)
-        ]
 
     def relaxed(
         self, first: Interval, second: Interval, rows: Rows
     ) -> tuple[Tensor, list[Rows], Tensor]:
         """The planes below and above the product, as in :meth:`Curved.relaxed`."""
-        rows = rows if self.views == (None, None) else rows.dense(self.shape)
-        a, dtype = rows.coeff, rows.coeff.dtype
-        (c, d), (r, s) = self.seen(first[0], second[0]), self.seen(first[1], second[1])
-        c, d, r, s = (rows.read(part.clamp(-UNKNOWN, UNKNOWN).to(dtype)) for part in (c, d, r, s))
+        a, limits = rows.coeff, (-UNKNOWN, UNKNOWN)
+        c, r, d, s = (rows.read(v.clamp(*limits).to(a.dtype)) for v in (*first, *second))
         constant = (-a * c * d - a.abs() * r * s).flatten(1).sum(1)
         size = (a.detach().abs() * ((c * d).abs() + r * s)).flatten(1).sum(1)
-
-        def pulled(row: Tensor, view: Tensor | None, of: Tensor) -> Rows:
-            if view is None:
-                return rows.like(row)
-            flat = gathered(row, view, of[0].numel())
-            return rows.like(flat.reshape(-1, *of.shape[1:]))
-
-        parts = zip((a * d, a * c), self.views, (first[0], second[0]), strict=True)
-        return constant, [pulled(*part) for part in parts], size
+        return constant, [rows.like(a * d), rows.like(a * c)], size
 
     def rounding(self, *read: Interval) -> Tensor:
-        first, second = self.seen(*map(size_of, read))
-        return 2 * first * second
+        return 2 * size_of(read[0]) * size_of(read[1])
 
 
 @dataclass(frozen=True)
@@ -417,12 +382,12 @@ class Graph:
 
     def relaxed(self) -> list[int]:
         """Positions of the operations whose inputs need bounds, in order."""
-        kinds = (Activation, Curved, Known)
+        kinds = (Relu, Curved, Known)
         return [k for k, op in enumerate(self.ops) if isinstance(op, kinds)]
 
     def names(self) -> dict[int, str]:
-        """The activations, whose units can be split, with the names of their nodes."""
-        return {k: op.name for k, op in enumerate(self.ops) if isinstance(op, Activation)}
+        """The ReLUs, whose units can be split, with the names of their nodes."""
+        return {k: op.name for k, op in enumerate(self.ops) if isinstance(op, Relu)}
 
     def multiplications(self) -> float:
         """Approximate number of multiplications for the bounds of all relaxed units: rows are
@@ -444,7 +409,7 @@ class Graph:
                     side = math.inf
                 for source in op.inputs:
                     sides[source] = max(side, sides.get(source, 0.0))
-            total += 2 * math.prod(self.ops[target].shape) * cost
+            total += 2 * math.prod(self.ops[self.ops[target].inputs[0]].shape) * cost
         return total
 
     @torch.no_grad()
@@ -469,15 +434,12 @@ class Graph:
             sources = [held[k] for k in op.inputs]
             if isinstance(op, Affine):
                 held[position] = op.forward(*sources)
-            elif isinstance(op, Activation):
-                held[position] = F.leaky_relu(sources[0], op.leak)
             elif isinstance(op, Curved):
                 held[position] = op.curve(sources[0])
             elif isinstance(op, Product):
-                first, second = op.seen(*sources)
-                held[position] = first * second
+                held[position] = sources[0] * sources[1]
             else:
-                held[position] = sources[0]
+                held[position] = op.seen(sources[0]) if isinstance(op, Known) else sources[0].relu()
             yield position, held[position]
             for source in op.inputs:
                 if last[source] == position:

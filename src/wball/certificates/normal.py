@@ -155,15 +155,13 @@ def clamp_tensor(x: Tensor, least: Any = None, most: Any = None) -> Tensor:
 
 
 def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
-    if 0 <= slope <= 1:
-        return NotImplemented
     return slope * x + (1 - slope) * torch.relu(x)
 
 
 def rrelu(
     x: Tensor, noise: Any, least: float = 1 / 8, most: float = 1 / 3, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return F.leaky_relu(x, (least + most) / 2), noise
+    return leaky_relu(x, (least + most) / 2), noise
 
 
 def largest(x: Tensor, dims: Any = (), keepdim: bool = False) -> Tensor:
@@ -190,9 +188,10 @@ def smallest_of_one(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
     return smallest(x, [dim], keepdim), x.argmin(dim, keepdim)
 
 
-def several(value: Any, count: int) -> list[int]:
+def several(value: Any) -> list[int]:
+    """A setting for both axes."""
     found = [value] if isinstance(value, int) else list(value)
-    return found * count if len(found) == 1 else found
+    return found * 2 if len(found) == 1 else found
 
 
 def max_pool2d(
@@ -210,12 +209,10 @@ def max_pool2d(
 def padded(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
     """The map with as many pixels around it as its windows read: copies of such as a window
     contains already do not change its maximum."""
-    count = len(several(kernel, 1)) if not isinstance(kernel, int) else x.ndim - 2
     around: list[int] = []
-    settings = (several(v or 1, count) for v in (kernel, stride or kernel, dilation))
-    for k, (size, step, gap) in enumerate(zip(*settings, strict=True)):
-        before, length = several(padding, count)[k], int(x.shape[x.ndim - count + k])
-        span = gap * (size - 1) + 1
+    settings = (several(v) for v in (kernel, stride or kernel, dilation, padding))
+    for side, size, step, gap, before in zip(x.shape[-2:], *settings, strict=True):
+        span, length = gap * (size - 1) + 1, int(side)
         room = length + 2 * before - span
         last = -(-room // step) if ceil else room // step
         if ceil and last * step >= length + before:  # windows start inside the map
@@ -223,23 +220,22 @@ def padded(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, cei
         around = [before, max(0, last * step + span - length - before), *around]
     if not any(around):
         return x
-    if any(gap > 1 for gap in several(dilation, count)):
+    if several(dilation) != [1, 1]:
         return None
-    flat = x.reshape(-1, *x.shape[-count - 1 :])
-    wide = F.pad(flat, around, mode="replicate")
-    return wide.reshape(*x.shape[:-count], *wide.shape[-count:])
+    wide = F.pad(x.reshape(-1, *x.shape[-3:]), around, mode="replicate")
+    return wide.reshape(*x.shape[:-2], *wide.shape[-2:])
 
 
 def tournament(x: Any, kernel: Any, stride: Any, dilation: Any) -> Any:
     if x is None:
         return NotImplemented
-    size = several(kernel, 2)
+    size = several(kernel)
     taps, channels = math.prod(size), x.shape[-3]
     each = torch.eye(taps, dtype=x.dtype, device=x.device).reshape(taps, 1, 1, *size)
 
     def read(weight: Tensor) -> Tensor:
         shared = weight.expand(channels, 1, *size)
-        steps = several(stride or kernel, 2), 0, several(dilation, 2), channels
+        steps = several(stride or kernel), 0, several(dilation), channels
         return F.conv2d(x, shared, None, *steps)
 
     players = [
@@ -250,24 +246,6 @@ def tournament(x: Any, kernel: Any, stride: Any, dilation: Any) -> Any:
         first, second, *rest = players
         players = [*rest, maximum(first, second)]
     return players[0], players[0]
-
-
-def max_pool3d(
-    x: Tensor,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil: bool = False,
-) -> Any:
-    wide = padded(x, several(kernel, 3), stride, padding, dilation, ceil)
-    if wide is None or set(several(dilation, 3)) != {1}:
-        return NotImplemented
-    for k, (size, step) in enumerate(
-        zip(several(kernel, 3), several(stride or kernel, 3), strict=True)
-    ):
-        wide = largest(wide.unfold(wide.ndim - 3 + k, size, step), [-1])
-    return wide, wide
 
 
 def adaptive_max_pool2d(x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
@@ -284,11 +262,11 @@ def avg_pool2d(
     counted: bool = True, divisor: int | None = None,
 ) -> Tensor:  # fmt: skip
     """A convolution keeps rows to patches."""
-    size, around, channels = several(kernel, 2), several(padding, 2), x.shape[-3]
+    size, around, channels = several(kernel), several(padding), x.shape[-3]
     if ceil or (any(around) and not counted):
         return NotImplemented
     mean = torch.full((channels, 1, *size), 1.0 / (divisor or math.prod(size)), dtype=x.dtype)
-    return F.conv2d(x, mean.to(x.device), None, several(stride or kernel, 2), around, 1, channels)
+    return F.conv2d(x, mean.to(x.device), None, several(stride or kernel), around, 1, channels)
 
 
 # ---- functions of one number
@@ -319,7 +297,18 @@ def trilinear(*args: Any) -> Tensor:
     return product
 
 
+def minus(a: Any, b: Any, *, alpha: float = 1) -> Tensor:
+    return torch.add(a, b, alpha=-alpha)
+
+
+def over(a: Any, b: Any) -> Tensor:
+    return torch.mul(a, torch.reciprocal(b) if isinstance(b, Tensor) else 1 / b)
+
+
 NORMAL: dict[Any, Callable[..., Any]] = {
+    aten.neg.default: lambda x: x * -1.0,
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), minus),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), over),
     aten._native_batch_norm_legit_no_training.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: without_statistics,
     aten.native_layer_norm.default: layer_norm,
@@ -343,7 +332,6 @@ NORMAL: dict[Any, Callable[..., Any]] = {
     aten.max.dim: largest_of_one,
     aten.min.dim: smallest_of_one,
     aten.max_pool2d_with_indices.default: max_pool2d,
-    aten.max_pool3d_with_indices.default: max_pool3d,
     aten.adaptive_max_pool2d.default: adaptive_max_pool2d,
     aten.avg_pool2d.default: avg_pool2d,
     aten.gelu.default: gelu,

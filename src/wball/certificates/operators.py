@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ from torch.fx.node import map_arg
 from wball.certificates import curves
 from wball.certificates.curves import Curve, CurveStep, Value
 from wball.certificates.graph import (
-    Activation,
     Conv2d,
     Curved,
     Diagonal,
@@ -35,6 +33,7 @@ from wball.certificates.graph import (
     Move,
     Op,
     Product,
+    Relu,
     Reshape,
     Shape,
     Sum,
@@ -98,11 +97,7 @@ SUMS = known(
 FACTORS = known("mm.default addmm.default bmm.default mv.default dot.default convolution.default")
 """Linear in one argument at a time."""
 
-ARITHMETIC = {
-    operation: name
-    for name in ("add", "sub", "mul", "div")
-    for operation in known(f"{name}.Tensor {name}.Scalar")
-}
+PLUS, TIMES = known("add.Tensor add.Scalar"), known("mul.Tensor mul.Scalar")
 
 VIEWS = dict.fromkeys(known("view.default _unsafe_view.default"), aten.reshape.default)
 
@@ -149,6 +144,8 @@ class _Several:
 
 
 Found = int | UnsupportedModule | _Several
+Factor = tuple[int, Tensor | None]
+"""The position of a factor, and the flat places of its numbers in the shape of the product."""
 
 
 class _Reader:
@@ -186,7 +183,7 @@ class _Reader:
                     self._read(node)
         last = self.at(self.program.logits)
         dtype = torch.finfo(self.program.dtype)
-        ops = _merged(_reachable(self.ops, last))
+        ops = _reachable(self.ops, last)
         return Graph(ops, dtype.eps / 2, min(dtype.max / 2, curves.UNKNOWN))
 
     # ---- nodes
@@ -369,56 +366,38 @@ class _Reader:
     # ---- arithmetic
 
     def _arithmetic(self, node: Node) -> Found:
-        """Sums and products: with constants, of two values, or as a part of a curve."""
-        kind, (first, second) = ARITHMETIC[node.target], node.args[:2]
+        """Sums and products: with a constant, of two values, or as a part of a curve."""
+        (first, second), sources = node.args[:2], self.sources(node)
         alpha = float(node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
-        product, sources = kind in ("mul", "div"), self.sources(node)
-        both = len(self._nodes(node.args)) == 2
-        divides = kind == "div" and second in self.place
-        bends = divides or (both and product) or (both and any(n in self.bent for n in sources))
+        both, product = len(self._nodes(node.args)) == 2, node.target in TIMES
+        bends = both and (product or any(n in self.bent for n in sources))
         if bends and self._root(node) is not None:
             return self._curve(node)
-        if not both and not divides:
-            return self._with_constant(node, kind, alpha)
-        if not product:
-            sign = alpha if kind == "add" else -alpha
+        if both and product:
+            factors = [(self.at(n), self._view(n, node)) for n in (first, second)]
+            return self._product(factors, self.shape(node))
+        if both:
             places = tuple(self._expanded(n, node) for n in (first, second))
-            return self.add(Sum(self.name, places, self.shape(node), sign))
-        if not both:
-            raise self.refusal(node, "the divisor depends on the image and has another shape")
-        right = self.at(second)
-        if divides:
-            right = self._curved(right, Curve.of(aten.reciprocal.default))
-        views = tuple(self._view(n, node) for n in (first, second))
-        return self._product(self.at(first), right, self.shape(node), views)
-
-    def _with_constant(self, node: Node, kind: str, alpha: float) -> int:
-        (source,) = self.sources(node)
-        ahead, place = node.args[0] is source, self._expanded(source, node)
-        constant = self._constant(node.args[1] if ahead else node.args[0], node)
-        one, zero = torch.ones_like(constant), torch.zeros_like(constant)
-        if kind in ("mul", "div"):
-            return self._diagonal(place, constant if kind == "mul" else 1 / constant, zero)
-        sign = alpha if kind == "add" else -alpha
-        if ahead:
-            return self._diagonal(place, one, sign * constant)
-        return self._diagonal(place, sign * one, constant)
+            return self.add(Sum(self.name, places, self.shape(node), alpha))
+        ahead, place = first is sources[0], self._expanded(sources[0], node)
+        constant = self._constant(second if ahead else first, node)
+        one = torch.ones_like(constant)
+        if product:
+            return self._diagonal(place, constant, 0 * one)
+        scale, times = (1.0, alpha) if ahead else (alpha, 1.0)
+        return self._diagonal(place, scale * one, times * constant)
 
     def _constant(self, arg: Any, node: Node) -> Tensor:
         """An argument as a constant of the shape of a node's value, ``(1, *shape)``, float64."""
         found = torch.as_tensor(self.values.get(arg, arg), dtype=torch.float64, device=self.device)
         return found.expand(self.values[node].shape).reshape(1, *self.shape(node))
 
-    def _negated(self, node: Node) -> int:
-        one = self._constant(1.0, node)
-        return self._diagonal(self.at(self.sources(node)[0]), -one, 0 * one)
-
     def _diagonal(self, source: int, scale: Tensor, shift: Tensor) -> int:
         """``scale v + shift``."""
         shape = self.ops[source].shape
         if len(shape) == 3 and all(bool((m == m[..., :1, :1]).all()) for m in (scale, shift)):
             scale, shift = scale[..., :1, :1], shift[..., :1, :1]
-        return self.add(Diagonal(self.name, (source,), shape, scale, shift, 0.0 * scale))
+        return self.add(Diagonal(self.name, (source,), shape, scale, shift))
 
     def _view(self, node: Any, result: Node) -> Tensor | None:
         """The flat places of a value's numbers in the shape of the result; ``None`` if that is its
@@ -440,11 +419,12 @@ class _Reader:
         shift = torch.zeros((1, *shape), dtype=torch.float64, device=self.device)
         return self.add(Move(self.name, (place,), shape, (before,), index, shift))
 
-    def _product(
-        self, first: int, second: int, shape: Shape, views: tuple[Tensor | None, ...]
-    ) -> int:
-        left, right = (self.add(Known(self.name, (k,), self.ops[k].shape)) for k in (first, second))
-        return self.add(Product(self.name, (left, right), shape, (views[0], views[1])))
+    def _product(self, factors: Sequence[Factor], shape: Shape) -> int:
+        places = [
+            self.add(Known(self.name, (place,), shape, self.ops[place].shape, view))
+            for place, view in factors
+        ]
+        return self.add(Product(self.name, tuple(places), shape))
 
     # ---- functions of one number
 
@@ -473,12 +453,10 @@ class _Reader:
         return self.add(Curved(self.name, (source,), self.ops[source].shape, curve))
 
     def _relu(self, node: Node) -> int:
-        default = 0.01 if node.target is aten.leaky_relu.default else 0.0
-        leak = float([*node.args, default][1])  # type: ignore[arg-type]
-        return self._bent(self.at(node.args[0]), leak)
+        return self._bent(self.at(node.args[0]))
 
-    def _bent(self, source: int, leak: float) -> int:
-        return self.add(Activation(self.name, (source,), self.ops[source].shape, leak))
+    def _bent(self, source: int) -> int:
+        return self.add(Relu(self.name, (source,), self.ops[source].shape))
 
     def _where(self, node: Node) -> Found:
         """``where(v > c, p, q)`` is ``q + s (v - c)^+`` if ``p - q = s (v - c)``."""
@@ -496,12 +474,8 @@ class _Reader:
         more = p[0] - q[0]
         if bool((more * at + p[1] - q[1]).any()):
             return self._curve(node)
-        leak = float(q[0].flatten()[0])
-        plain = not bool(at.any() | q[1].any() | (q[0] != leak).any() | (p[0] != 1).any())
-        if plain and 0 <= leak <= 1:
-            return self._bent(self.at(value), leak)
         start = self._diagonal(self.at(value), torch.ones_like(at), -at)
-        bent = self._diagonal(self._bent(start, 0.0), more, 0 * more)
+        bent = self._diagonal(self._bent(start), more, 0 * more)
         line = self._diagonal(self.at(value), *q)
         return self.add(Sum(self.name, (line, bent), self.shape(node), 1.0))
 
@@ -548,8 +522,9 @@ class _Reader:
             torch.arange(math.prod(part), device=self.device).reshape(part) for part in (a, b)
         ]
         left, right = orders[0].unsqueeze(-2), orders[1].transpose(-1, -2).unsqueeze(-3)
-        views = tuple(part.expand(whole).flatten() for part in (left, right))
-        pairs = self._product(self.at(first), self.at(second), whole, views)
+        views = (part.expand(whole).flatten() for part in (left, right))
+        places = (self.at(n) for n in (first, second))
+        pairs = self._product(list(zip(places, views, strict=True)), whole)
         ones = torch.ones((1, a[-1]), dtype=torch.float64, device=self.device)
         found = self.add(Linear(self.name, (pairs,), (*whole[:-1], 1), ones, None))
         return self.reshaped(found, self.shape(node))
@@ -570,10 +545,8 @@ class _Reader:
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 READERS: dict[Any, Callable[[_Reader, Node], Found]] = {
-    **dict.fromkeys(ARITHMETIC, _Reader._arithmetic),
-    aten.neg.default: _Reader._negated,
+    **dict.fromkeys(PLUS | TIMES, _Reader._arithmetic),
     aten.relu.default: _Reader._relu,
-    aten.leaky_relu.default: _Reader._relu,
     aten.where.self: _Reader._where,
     aten.mm.default: _Reader._matrix,
     aten.addmm.default: _Reader._matrix,
@@ -597,16 +570,6 @@ def _factors(node: Node) -> tuple[Any, Any]:
 
 def _pair(value: Any) -> tuple[int, int]:
     return int(value[0]), int(value[-1])
-
-
-def _merged(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Every :class:`Diagonal` together with one before it that nothing else reads."""
-    found, readers = list(ops), Counter(k for op in ops for k in op.inputs)
-    for place, op in enumerate(found):
-        before = found[op.inputs[0]] if op.inputs else op
-        if isinstance(op, Diagonal) and isinstance(before, Diagonal) and readers[op.inputs[0]] == 1:
-            found[place] = op.after(before)
-    return _reachable(found, len(found) - 1)
 
 
 def _reachable(ops: Sequence[Op], last: int) -> tuple[Op, ...]:

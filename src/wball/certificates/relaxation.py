@@ -1,10 +1,10 @@
 r"""Linear relaxation (CROWN) of a network over an input set, with fixed or optimised slopes.
 
-For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU)
+For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``
 
 .. math::
-    \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad
-    k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
+    \alpha v \;\le\; \max(v, 0) \;\le\; k (v - l), \qquad
+    k = \frac{u}{u - l}, \quad 0 \le \alpha \le 1
 
 holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the
 left line where ``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,7 +47,6 @@ from wball.certificates.anchor import (
 from wball.certificates.condition import Condition
 from wball.certificates.curves import UNKNOWN, Curve, Lines, curve_lines, interval_product
 from wball.certificates.graph import (
-    Activation,
     Affine,
     Curved,
     Graph,
@@ -57,6 +56,7 @@ from wball.certificates.graph import (
     Linear,
     Op,
     Product,
+    Relu,
     back,
     rounded,
     size_of,
@@ -90,7 +90,7 @@ class Bounds:
     lower: dict[int, Tensor] = field(default_factory=dict)
     upper: dict[int, Tensor] = field(default_factory=dict)
     errors: dict[int, Tensor] = field(default_factory=dict)
-    _lines: dict[int, Lines] = field(default_factory=dict)
+    _lines: dict[int, Lines] = field(default_factory=dict, init=False)
 
     def take(self, index: Tensor) -> Bounds:
         """The bounds of a subset of the images."""
@@ -98,28 +98,6 @@ class Bounds:
 
     def _tables(self) -> tuple[dict[int, Tensor], ...]:
         return self.lower, self.upper, self.errors
-
-    @staticmethod
-    def join(parts: list[Bounds]) -> Bounds:
-        """Concatenate the bounds of several groups of images."""
-        if not parts:
-            return Bounds()
-        sizes = [len(next(iter(part.lower.values()), ())) for part in parts]
-
-        def joined(tables: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
-            like = {k: v[:1] for table in tables for k, v in table.items()}
-            return {  # an error that is not there is 0
-                k: torch.cat(
-                    [
-                        table[k] if k in table else v.new_zeros((size, *v.shape[1:]))
-                        for table, size in zip(tables, sizes, strict=True)
-                    ]
-                )
-                for k, v in like.items()
-            }
-
-        tables = zip(*(part._tables() for part in parts), strict=True)
-        return Bounds(*(joined(table) for table in tables))
 
     def lines(self, position: int, curve: Curve) -> Lines:
         """Lines below and above a curve, computed once for the bounds of its layer."""
@@ -204,8 +182,8 @@ class Intervals:
             summed = op.spread(*map(size_of, read)) + op.constants() + centre.abs()
             radius = op.spread(*(r for _, r in read)) + self.graph.allowance * summed
         else:
-            places = op.inputs if isinstance(op, Product) else (place,)
-            read = [bounds.range_of(k) for k in places]
+            product = isinstance(op, Product)
+            read = [self.found[k] for k in op.inputs] if product else [bounds.range_of(place)]
             centre, radius = self._relaxed(place, op, read, bounds)
             summed = centre.abs() + radius
         rounding = op.rounding(*read)
@@ -221,17 +199,17 @@ class Intervals:
 
     def _relaxed(self, place: int, op: Op, read: list[Interval], bounds: Bounds) -> Interval:
         """The values of an operation that is not affine."""
-        ends = [(c - r, c + r) for c, r in read]
+        low, up = read[0][0] - read[0][1], read[0][0] + read[0][1]
         if isinstance(op, Product):
-            (a, b), (c, d) = (op.seen(*part) for part in zip(*ends, strict=True))
-            low, up = interval_product(a, c, b, d)
+            centre, radius = read[1]
+            low, up = interval_product(low, up, centre - radius, centre + radius)
         elif isinstance(op, Curved):
             lines = bounds.lines(place, op.curve)
             low, up = lines.least, lines.most
+        elif isinstance(op, Known):
+            low, up = op.seen(low), op.seen(up)
         else:
-            low, up = ends[0]
-            if isinstance(op, Activation):
-                low, up = op.value(low), op.value(up)
+            low, up = low.relu(), up.relu()
         low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
         return (low + up) / 2, (up - low) / 2 * (1 + 1e-15)
 
@@ -257,7 +235,7 @@ class Relaxation:
     Args:
         graph: the traced network.
         source: the input set of all images.
-        lower: initial lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else the leak) or
+        lower: lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else 0) or
             ``parallel`` (the upper line's slope, as in the dual of Wong and Kolter).
         budget: how many numbers a chunk of rows may hold.
         centre: what each relaxed operation reads at the images themselves, in float64.
@@ -302,22 +280,20 @@ class Relaxation:
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
             op = self.graph.ops[position]
-            if not isinstance(op, Activation):
-                constant, parts, size = relaxed(op, position, rows, bounds)
+            if not isinstance(op, Relu):
+                constant, parts, size = relaxed(self.graph, position, rows, bounds)
                 if scale is not None:
                     scale.append(size)
                 return constant, parts
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
-            slope, shift = upper_line(low, up, op.leak)
-            under = slope if self.kind == "parallel" else adaptive_slope(low, up, slope, op.leak)
+            slope, shift = upper_line(low, up)
+            under = slope if self.kind == "parallel" else adaptive_slope(low, up, slope)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
-                bend, slope, shift, inside = anchored_line(
-                    low, up, centre.to(dtype), op.leak, slope, shift
-                )
-                under = torch.where(inside, either(centre > 0, op.leak, under), under)
+                bend, slope, shift, inside = anchored_line(low, up, centre.to(dtype), slope, shift)
+                under = torch.where(inside, (centre > 0).to(dtype), under)
                 if bend.is_cuda or bool(bend.any()):  # first layers are often stable
                     charged.append((anchor, rows.like(-negative * rows.read(bend))))
             constant = dot(negative, rows.read(shift))
@@ -454,7 +430,7 @@ class Relaxation:
         shape = self.graph.ops[op.inputs[0]].shape
         known = position in bounds.lower
         gains = None
-        if anchored and isinstance(op, Activation):
+        if anchored and isinstance(op, Relu):
             gains = Collector(self.source, self.images, shape, self.like.device, self.limit)
         if not known:
             self._intervals.start(position, bounds)
@@ -465,7 +441,7 @@ class Relaxation:
         if ready and known and self.condition is None:
             return  # rows could not improve on it
         done: Tensor | None = None
-        if not isinstance(op, Activation):
+        if not isinstance(op, Relu):
             every = bounds.wide(position).flatten().nonzero()[:, 0]
         else:
             every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
@@ -588,7 +564,7 @@ class Relaxation:
             return units(shape, here // size, here % size, sign[index], self.like)
 
         # How far a unit is from 0 does not matter. On a GPU, counting such units takes longer.
-        bends = isinstance(self.graph.ops[position], Activation)
+        bends = isinstance(self.graph.ops[position], Relu)
         settle = bends and not (anchored or every.is_cuda)
         for index, rows in self._portions(len(every), target, rows_of, bounds, anchored):
             here = every[index]
@@ -634,7 +610,7 @@ class Relaxation:
 
 
 def anchored_line(
-    low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
+    low: Tensor, up: Tensor, centre: Tensor, slope: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and a mask of
     where it exists.
@@ -644,10 +620,9 @@ def anchored_line(
     """
     inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
     at = torch.where(inside, centre, 0.5 * (low + up))
-    value = torch.where(at > 0, at, leak * at)
-    left = (value - leak * low) / (at - low)
-    right = (up - value) / (up - at)
-    bend = torch.where(inside, right - left, torch.zeros_like(slope))
+    value = at.relu()
+    left = value / (at - low)
+    bend = torch.where(inside, (up - value) / (up - at) - left, torch.zeros_like(slope))
     return (
         bend.clamp(min=0),
         torch.where(inside, left, slope),
@@ -656,36 +631,36 @@ def anchored_line(
     )
 
 
-def either(steep: Tensor, leak: float, like: Tensor) -> Tensor:
-    """1 or the leak, in the precision of ``like``: ``torch.where`` of two plain numbers rounds them
-    to float32."""
-    return torch.where(steep, torch.ones_like(like), leak)
+def adaptive_slope(low: Tensor, up: Tensor, slope: Tensor) -> Tensor:
+    """The lower slope of CROWN: 1 or 0, whichever is nearer; that of the upper line where the unit
+    is stable."""
+    return torch.where((low < 0) & (up > 0), (up > -low).to(slope), slope)
 
 
-def adaptive_slope(low: Tensor, up: Tensor, slope: Tensor, leak: float) -> Tensor:
-    """The lower slope of CROWN: 1 or the leak, whichever is nearer; that of the upper line where
-    the unit is stable."""
-    return torch.where((low < 0) & (up > 0), either(up > -low, leak, slope), slope)
-
-
-def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
+def upper_line(low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and shift of the upper line, exact where the unit is stable."""
     crossing = (low < 0) & (up > 0)
     width = torch.where(crossing, up - low, torch.ones_like(up))
-    slope = torch.where(crossing, (up - leak * low) / width, either(up > 0, leak, up))
-    shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
-    return slope, shift
+    slope = torch.where(crossing, up / width, (up > 0).to(up))
+    return slope, torch.where(crossing, -slope * low, torch.zeros_like(slope))
 
 
-def relaxed(op: Op, position: int, rows: Rows, bounds: Bounds) -> tuple[Tensor, list[Rows], Tensor]:
+def relaxed(
+    graph: Graph, position: int, rows: Rows, bounds: Bounds
+) -> tuple[Tensor, list[Rows], Tensor]:
     """Lines or planes on the right side of a curve or of a product: what they add, the rows over
     what it reads, and the sum of the magnitudes that entered the constant."""
+    op = graph.ops[position]
     if isinstance(op, Known):
         nothing = rows.coeff.new_zeros(rows.coeff.shape[0])
-        return nothing, [rows], nothing
+        return nothing, [op.back(rows)], nothing
     if isinstance(op, Product):
-        first, second = (bounds.range_of(k) for k in op.inputs)
-        return op.relaxed(first, second, rows)
+        factors = list[Interval]()
+        for place in op.inputs:
+            factor, (centre, radius) = graph.ops[place], bounds.range_of(place)
+            assert isinstance(factor, Known)
+            factors.append((factor.seen(centre), factor.seen(radius)))
+        return op.relaxed(factors[0], factors[1], rows)
     assert isinstance(op, Curved)
     constant, row, size = op.relaxed(bounds.lines(position, op.curve), rows)
     return constant, [row], size

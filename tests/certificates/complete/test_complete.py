@@ -4,7 +4,6 @@ audit."""
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import Counter
 
@@ -18,7 +17,6 @@ from wball.certificates import CertificateStatus, certificate, certify, relaxati
 from wball.certificates.complete import bound, search
 from wball.certificates.complete.bound import Problems
 from wball.certificates.operators import read_graph
-from wball.certificates.relaxation import Bounds
 
 
 def agree(
@@ -67,8 +65,7 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
     """The public l-inf network, all of whose classes are open at once, ran out of a GPU's
     memory."""
     monkeypatch.setattr(certificate, "_room", lambda x: 1)
-    monkeypatch.setattr(search, "EARLY", math.inf)  # no small tree
-    monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
+    monkeypatch.setattr(search.Search, "attack", lambda *_: None)
     if few:  # gains of a few units a layer
         monkeypatch.setattr(bound, "FIRST_LIMIT", 60)
         monkeypatch.setattr(relaxation, "LIMIT", 60)
@@ -85,7 +82,7 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
         ball = wball.WassersteinBall(part * eps, cost=wball.GridCost(window=5))
         truth = network_margin(net, x[0], int(y), ball)
         asked = itertools.count()  # steps instead of seconds, however busy the machine is
-        monkeypatch.setattr(search.Search, "_late", lambda _, asked=asked: next(asked) > 16)
+        monkeypatch.setattr(search, "late", lambda _, asked=asked: next(asked) > 16)
         agree(certify(net, x, y, ball, "complete", time_limit=60.0), net, x, y, ball, truth)
     assert len(sizes) >= 3 and set(sizes) == {1}
 
@@ -96,7 +93,7 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     plain = certify(net, x, y, ball, "crown")
     asked = itertools.count()
     with pytest.MonkeyPatch.context() as patch:  # steps instead of seconds
-        patch.setattr(search.Search, "_late", lambda _: next(asked) > 1)
+        patch.setattr(search, "late", lambda _: next(asked) > 1)
         hurried = certify(net, x, y, ball, "complete")
     assert float(hurried.margin) >= float(plain.margin)
     stopped = certify(net, x, y, ball, "complete", time_limit=1e-9)
@@ -172,15 +169,16 @@ def test_images_closest_to_certification_come_first(monkeypatch: pytest.MonkeyPa
     net, x, y, eps = tiny(3)
     x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
-    searching = search.Search(net, read_graph(net, x), ball, "full", 10.0, 2**22, 1, 2**31)
-    monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
+    nothing = search.Answer.start(x, torch.zeros(4, dtype=torch.float64))
+    searching = search.Search(net, read_graph(net, x), ball, "full", x, y, 2**22, 2**31, nothing)
+    monkeypatch.setattr(search.Search, "attack", lambda *_: None)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
 
-    def spend(self: search.Search, left: Tensor) -> None:
-        allowed = self._left(left)
-        asked.append((int(left), allowed))
-        self.answer.seconds[left] += min(allowed, 1.0 if int(left) == 2 else 100.0)
+    def spend(self: search.Search, image: Tensor, seconds: float) -> None:
+        asked.append((int(image), seconds))
+        self.answer.seconds[image] += min(seconds, 1.0 if int(image) == 2 else 100.0)
 
-    monkeypatch.setattr(search.Search, "_search", spend)
+    monkeypatch.setattr(search.Search, "search", spend)
     margin = torch.tensor([-3.0, -0.5, -0.1, -7.0], dtype=torch.float64)
-    searching.decide(x, y, margin, torch.zeros(4, dtype=torch.float64), Bounds())
+    searching.decide(margin, 10.0, 1)
     assert asked == [(2, 10.0), (1, 13.0), (0, 13.0), (3, 13.0)]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, charge, chosen, gain_bytes
 from wball.certificates.complete.nodes import Nodes, State
-from wball.certificates.graph import Activation, Graph, back
+from wball.certificates.graph import Graph, Relu, back
 from wball.certificates.relaxation import (
     Bounds,
     Relaxation,
@@ -94,6 +94,11 @@ class Problems:
     def __len__(self) -> int:
         return self.y.shape[0]
 
+    def copied(self) -> tuple[Problems, Bounds]:
+        """The problems with bounds that may be overwritten, and these."""
+        found = self.take(torch.arange(len(self), device=self.y.device))
+        return found, found.bounds
+
     def split_layers(self) -> list[int]:
         """Positions of the operations whose units can be split."""
         return list(self.graph.names())
@@ -103,13 +108,11 @@ class Problems:
         state: State = {}
         for position in self.split_layers():
             low, up = (b[position].float() for b in (self.bounds.lower, self.bounds.upper))
-            op = self.graph.ops[position]
-            assert isinstance(op, Activation)
             centre = torch.full_like(low, math.inf)
             if position in self.anchors:
                 centre = self.anchors[position][1].float()
             steep = torch.where((low < centre) & (centre < up), centre > 0, up > -low)
-            state["alpha", position] = torch.where(steep, 1.0, op.leak)
+            state["alpha", position] = steep.float()
             state["share", position] = torch.ones_like(low)
             state["beta", position] = torch.zeros_like(low)
             state["sign", position] = torch.zeros_like(low)
@@ -164,8 +167,8 @@ def trace_back(
 
     def relax(position: int, rows: Rows) -> tuple[Tensor, list[Rows]]:
         op = graph.ops[position]
-        if not isinstance(op, Activation):
-            constant, parts, size = relaxed(op, position, rows, problems.bounds)
+        if not isinstance(op, Relu):
+            constant, parts, size = relaxed(graph, position, rows, problems.bounds)
             sizes.append(size)
             return constant, parts
         low, up = (
@@ -179,17 +182,15 @@ def trace_back(
             torch.where(sign > 0, low.clamp(min=0), low),
             torch.where(sign < 0, up.clamp(max=0), up),
         )
-        slope, shift = upper_line(low, up, op.leak)
+        slope, shift = upper_line(low, up)
         above, below = rows.coeff.clamp(max=0), rows.coeff.clamp(min=0)
         crossing = (low < 0) & (up > 0)
-        under = torch.where(crossing, state["alpha", position].to(dtype).clamp(op.leak, 1.0), slope)
+        under = torch.where(crossing, state["alpha", position].to(dtype).clamp(0.0, 1.0), slope)
         bend = torch.zeros_like(slope)
         if position in problems.anchors:
             anchor, centre = problems.anchors[position]
             share = state["share", position].to(dtype)
-            bend, left, begin, _ = anchored_line(
-                low, up, centre.to(dtype)[problem], op.leak, slope, shift
-            )
+            bend, left, begin, _ = anchored_line(low, up, centre.to(dtype)[problem], slope, shift)
             bend, slope, shift = (
                 bend * share,
                 slope + share * (left - slope),
@@ -422,9 +423,7 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
             if line is None:  # the margin does not depend on this operation
                 scores.append(torch.full_like(v, -1.0).flatten(1))
                 continue
-            op = problems.graph.ops[position]
-            assert isinstance(op, Activation)
-            truth = op.value(v)
+            truth = v.relu()
             upper = line.shift + line.slope * v
             if position in problems.anchors:
                 centre = problems.anchors[position][1].float()[nodes.problem]

@@ -8,6 +8,7 @@ least 0 give a sound bound, so a checker may start from these numbers without tr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,24 +36,18 @@ class Nodes:
     def __len__(self) -> int:
         return self.problem.shape[0]
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Nodes:
+        state = {key: change(value) for key, value in self.state.items()}
+        return Nodes(change(self.problem), change(self.bound), state)
+
     def take(self, index: Tensor) -> Nodes:
-        return Nodes(
-            self.problem[index],
-            self.bound[index],
-            {key: value[index] for key, value in self.state.items()},
-        )
+        return self.mapped(lambda value: value[index])
 
     def plus(self, other: Nodes) -> Nodes:
-        if not len(self) or not len(other):
-            return other if len(other) else self
         state = {key: torch.cat([value, other.state[key]]) for key, value in self.state.items()}
         return Nodes(
             torch.cat([self.problem, other.problem]), torch.cat([self.bound, other.bound]), state
         )
-
-    def unproved(self) -> Nodes:
-        """Those whose bound is not above 0."""
-        return self.take((self.bound <= 0).nonzero()[:, 0])
 
     def split(self, position: Tensor, unit: Tensor) -> Nodes:
         """Both children of every node: unit ``unit[n]`` of operation ``position[n]`` is
@@ -110,42 +105,21 @@ class Leaf:
         return Leaf(other, tuple(map(tuple, splits)), tuple(prices), slopes, shares, box.get("0"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Closed:
-    """The nodes closed so far, by problem of the search."""
+    """The nodes that are proved, by problem of the search."""
 
     names: dict[int, str]  # of the graph's activations
     parts: list[Nodes] = field(default_factory=list)
     count: Counter[int] = field(default_factory=Counter)
 
-    def add(self, nodes: Nodes, problem: Tensor) -> None:
-        """Add nodes whose bound is above 0; ``problem`` is the number of each node's problem in the
-        search."""
-        if not len(nodes):
-            return
-        self.count.update(problem.tolist())
-        keep = torch.tensor(
-            [self.count[k] <= MOST for k in problem.tolist()], device=problem.device
-        ).nonzero()[:, 0]
-        if keep.numel():
-            some = Nodes(problem, nodes.bound, nodes.state).take(keep)
-            self.parts.append(
-                Nodes(
-                    some.problem.cpu(),
-                    some.bound.cpu(),
-                    {key: value.cpu() for key, value in some.state.items()},
-                )
-            )
-
-    def forget(self, problem: Tensor) -> None:
-        """Delete the nodes of these problems."""
-        gone = problem.cpu()
-        if not any(self.count.pop(k, 0) for k in gone.tolist()):
-            return
-        kept = [
-            nodes.take((~torch.isin(nodes.problem, gone)).nonzero()[:, 0]) for nodes in self.parts
-        ]
-        self.parts = [nodes for nodes in kept if len(nodes)]
+    def add(self, nodes: Nodes) -> None:
+        problem = nodes.problem.tolist()
+        self.count.update(problem)
+        few = [n for n, k in enumerate(problem) if self.count[k] <= MOST]
+        if few:
+            some = torch.tensor(few, device=nodes.problem.device)
+            self.parts.append(nodes.take(some).mapped(Tensor.cpu))
 
     def leaves(self, problem: int, other: int) -> tuple[Leaf, ...] | None:
         """The leaves of one problem; ``None`` if there were too many to keep."""

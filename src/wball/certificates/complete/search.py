@@ -4,12 +4,11 @@ Each stage handles what the one before leaves open:
 
 1. a quick attack, and on a GPU the standard one;
 2. anchored bounds of all classes, and optimised slopes;
-3. a small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`): many
-   open nodes per step, worst first;
-4. on a CPU the standard attack;
-5. bounds tightened under the condition that the margin is at most 0
+3. on a CPU the standard attack;
+4. bounds tightened under the condition that the margin is at most 0
    (:mod:`wball.certificates.condition`), in rounds; they hold in every open node;
-6. the tree again, without a limit on splits.
+5. a tree whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`): many open nodes
+   per step, worst first.
 
 At every step of the tree the point of the ball where the relaxation is lowest is tried as an
 adversarial example. Results are kept at any time, so stopping early never makes an answer wrong.
@@ -55,9 +54,6 @@ ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 12, 100
 a node without units to split. With 3 steps per node the multipliers of splits hardly leave 0, and
 trees grow without a better bound."""
 
-EARLY = 20
-"""Unstable units per split of the small tree: it takes about as long as one round of tightening."""
-
 PROGRESS, MOST_ROUNDS = (0.3, 0.05), 12
 """Tightening continues while a round lifts the bound by this share of its distance to 0, with the
 first and with the second length of moves; and the maximum number of rounds."""
@@ -73,11 +69,12 @@ POSITIVE = torch.finfo(torch.float64).tiny
 """Margin of an image certified by contradiction, which proves only that it is positive."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    """The outcome of each image, with the ``leaves`` of trees that are small enough to keep.
+    """The outcome of each image, written while the search goes on.
 
-    ``seconds`` is the time spent on each; images that are searched together share it equally.
+    ``leaves`` are those of trees that are small enough to keep. ``seconds`` is the time spent on
+    each; images that are searched together share it equally.
     """
 
     margin: Tensor
@@ -87,98 +84,87 @@ class Answer:
     leaves: list[tuple[Leaf, ...] | None]
     seconds: Tensor
 
+    @staticmethod
+    def start(x: Tensor, seconds: Tensor) -> Answer:
+        """Nothing is known, and each image took so many seconds already."""
+        none = torch.zeros_like(seconds, dtype=torch.bool)
+        lowest, nothing = torch.full_like(seconds, -math.inf), [None] * x.shape[0]
+        return Answer(lowest, none, none.clone(), x.clone(), list(nothing), seconds.clone())
 
+
+def late(deadline: float) -> bool:
+    return time.monotonic() > deadline
+
+
+@dataclass(frozen=True)
 class Search:
-    """Decides images of one model and ball, ``group`` images at a time.
+    """Decides correctly classified images ``x`` of one model and ball.
 
-    ``limit`` is in seconds per image, on average over one call. ``numbers`` is the size of a chunk
-    of rows, ``room`` the memory for gains of units in bytes.
+    Attributes:
+        numbers: size of a chunk of rows.
+        room: bytes of memory for the gains of units.
+        answer: what was found so far.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        graph: Graph,
-        ball: Ball,
-        plans: Plans,
-        limit: float,
-        numbers: int,
-        group: int,
-        room: int,
-    ) -> None:
-        self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
-        self.numbers, self.group, self.room, self.deadline = numbers, group, room, math.inf
-        units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
-        self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
+    model: Model
+    graph: Graph
+    ball: Ball
+    plans: Plans
+    x: Tensor
+    y: Tensor
+    numbers: int
+    room: int
+    answer: Answer
 
-    def decide(self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds) -> Answer:
-        """Decide correctly classified images, closest to certification first.
+    def decide(self, margin: Tensor, limit: float, group: int) -> Answer:
+        """Decide the images, ``group`` at a time, closest to certification first.
 
-        ``margin`` are bounds of their margins, ``spent`` the seconds they took so far, ``known``
-        bounds of their units.
+        ``margin`` are bounds of their margins, ``limit`` seconds per image, on average.
         """
-        self.since = time.monotonic()
-        self.deadline = self.since + float((self.limit - spent).sum())
-        no_image = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
-        lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
-        self.x, self.y, self.known = x, y, known
-        leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
-        self.answer = Answer(lowest, no_image, no_image.clone(), x.clone(), leaves, spent.clone())
-        everyone = torch.arange(x.shape[0], device=x.device)
-        for version in ("fast", "standard") if x.is_cuda else ("fast",):
-            self._attack(version, everyone)
+        start, taken = time.monotonic(), self.answer.seconds
+        everyone = torch.arange(len(taken), device=taken.device)
+        for version in ("fast", "standard") if self.x.is_cuda else ("fast",):
+            self.attack(version, everyone, start + float((limit - taken).sum()))
+        taken += (time.monotonic() - start) / max(1, len(taken))
         nearest = margin.argsort(descending=True, stable=True)
         waiting = nearest[~self.answer.broken[nearest]]
-        self.allowed = torch.full_like(spent, self.limit)
-        for start in range(0, waiting.shape[0], self.group):
-            now = waiting[start : start + self.group]
-            left = float((self.limit - self.answer.seconds).sum()) / (waiting.shape[0] - start)
-            self.allowed[now] = self.answer.seconds[now] + max(0.0, left)
-            self._search(now)
+        for first in range(0, len(waiting), group):
+            now = waiting[first : first + group]
+            share = len(now) / (len(waiting) - first)
+            self.search(now, share * float((limit - taken).sum()))
         return self.answer
 
-    def _search(self, left: Tensor) -> None:
+    def search(self, image: Tensor, seconds: float) -> None:
         """Decide a group of images; in halves if they do not fit into a GPU's memory together.
 
         An image that does not fit alone stays undecided, with what was found up to then.
         """
-        self.deadline = time.monotonic() + self._left(left)
-        if self._late() or left.shape[0] == 0:
+        start = time.monotonic()
+        if seconds <= 0 or not len(image):
             return
         try:
-            self._prove(left)
-            self._keep_leaves(left)
+            self._prove(image, start + seconds)
             return
         except torch.OutOfMemoryError as error:
-            if left.shape[0] == 1:
+            if len(image) == 1:
                 warnings.warn(
                     f"an image is left undecided for lack of memory: {error}",
                     RuntimeWarning,
                     stacklevel=4,
                 )
+        finally:
+            spent = time.monotonic() - start
+            self.answer.seconds[image] += spent / len(image)
         torch.cuda.empty_cache()
-        self._spent(left)
-        if left.shape[0] == 1:
-            return
-        for half in left.chunk(2):
-            self._search(half[~self.answer.broken[half] & ~self.answer.proved[half]])
-
-    def _left(self, image: Tensor) -> float:
-        """Seconds left for these images."""
-        return float((self.allowed[image] - self.answer.seconds[image]).sum())
-
-    def _spent(self, image: Tensor) -> None:
-        """Charge the time since the last call to these images."""
-        now = time.monotonic()
-        image = image.unique()
-        self.answer.seconds[image] += (now - self.since) / max(1, image.shape[0])
-        self.since = now
+        for half in image.chunk(2) if len(image) > 1 else ():
+            left = half[~self.answer.broken[half] & ~self.answer.proved[half]]
+            self.search(left, (seconds - spent) / 2)
 
     # ---- attacks
 
-    def _attack(self, version: str, image: Tensor) -> None:
+    def attack(self, version: str, image: Tensor, deadline: float) -> None:
         left = image[~self.answer.broken[image] & ~self.answer.proved[image]]
-        if left.numel() == 0 or self._late():
+        if left.numel() == 0 or late(deadline):
             return
         attack = StandardAttack(self.ball.take(left), version)  # type: ignore[arg-type]
         try:
@@ -187,19 +173,14 @@ class Search:
             raise
         except RuntimeError:  # the model has no gradients: bounds alone decide
             return
-        self._consider(left, points)
-        self._spent(left)
+        self.consider(left, points)
 
-    def _consider(self, image: Tensor, z: Tensor) -> None:
+    def consider(self, image: Tensor, z: Tensor) -> None:
         """Keep points that the model misclassifies and that pass the audit."""
         with torch.no_grad(), evaluating(self.model):
             logits = ask(self.model, z)
-        wrong = (
-            (logits.argmax(1) != self.y[image])
-            & torch.isfinite(logits).all(1)
-            & ~self.answer.broken[image]
-        )
-        some = wrong.nonzero()[:, 0]
+        wrong = (logits.argmax(1) != self.y[image]) & torch.isfinite(logits).all(1)
+        some = (wrong & ~self.answer.broken[image]).nonzero()[:, 0]
         if some.numel() == 0:
             return
         ball = self.ball.take(image[some])
@@ -210,183 +191,173 @@ class Search:
 
     # ---- proofs
 
-    def _keep_leaves(self, left: Tensor) -> None:
-        image, other = self.image.tolist(), self.other.tolist()
-        for k in left[self.answer.proved[left]].tolist():
-            found = [self.closed.leaves(n, other[n]) for n, i in enumerate(image) if i == k]
-            whole = [part for part in found if part is not None]
-            self.answer.leaves[k] = (
-                tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
-            )
-
-    def _late(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    def _relaxation(self, source: InputSet, x: Tensor) -> Relaxation:
+    def relaxation(self, source: InputSet, x: Tensor, deadline: float) -> Relaxation:
         centre = self.graph.values(x.to(torch.float64))
         relaxation = Relaxation(self.graph, source, budget=self.numbers, centre=centre)
-        relaxation.deadline = self.deadline
+        relaxation.deadline = deadline
         return relaxation
 
-    def _prove(self, left: Tensor) -> None:
+    def _prove(self, left: Tensor, deadline: float) -> None:
         x, y = self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
-        relaxation = self._relaxation(source, x)
-        bounds = self.known.take(left)
-        anchored = source.has_plans
-        if anchored:
+        relaxation, bounds = self.relaxation(source, x, deadline), Bounds()
+        for anchored in (False, True) if source.has_plans else (False,):
             for position in self.graph.relaxed():
-                relaxation.bound_layer(position, bounds, anchored=True)
-        margins = relaxation.margins(y, bounds, anchored=anchored)
+                relaxation.bound_layer(position, bounds, anchored=anchored)
+        margins = relaxation.margins(y, bounds, anchored=source.has_plans)
         image, other = (margins <= 0).nonzero(as_tuple=True)
-        near = margins.amin(1)[image].argsort(
-            descending=True, stable=True
-        )  # these groups are searched first
-        image, other = image[near], other[near]
-        self.positive = torch.where(margins > 0, margins, math.inf).amin(
-            1
-        )  # over classes that are proved
-        self.image, self.other, self.value = left[image], other, margins[image, other]
-        self.closed = Closed(self.graph.names())
-        self.worst = torch.full_like(
-            self.value, math.inf
-        )  # margin of the worst point tried as an example, by problem
-        self._settle(left)
-        self._spent(left)
-        if image.numel() == 0 or self._late():
-            return
-        problems = open_problems(relaxation, x, y, bounds, image, other)
-        del relaxation  # problems have anchors of their own
-        unattacked = left[: 0 if x.is_cuda else None]
-        for part in self._in_turn(problems, source):
-            part = part[~self.answer.broken[self.image[part]]]
-            if part.numel() == 0:
-                continue
+        nearest = margins.amin(1)[image].argsort(descending=True, stable=True)  # searched first
+        image, other = image[nearest], other[nearest]
+        positive = torch.where(margins > 0, margins, math.inf).amin(1)
+        value, closed = margins[image, other], Closed(self.graph.names())
+        worst = torch.full_like(value, math.inf)
+        group = Group(self, left, left[image], other, positive, value, worst, closed)
+        group.settle()
+        if len(image) and not late(deadline):
+            group.prove(open_problems(relaxation, x, y, bounds, image, other), deadline)
+        group.keep_leaves()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Images that are decided together. A problem is an image with another class.
+
+    Attributes:
+        left: the images.
+        image, other: of every problem.
+        positive: bounds of the margins over the classes that need no proof any more, per image.
+        value: bounds of the margins, per problem.
+        worst: margins of the worst points tried as examples, per problem.
+        closed: the nodes that are proved.
+    """
+
+    search: Search
+    left: Tensor
+    image: Tensor
+    other: Tensor
+    positive: Tensor
+    value: Tensor
+    worst: Tensor
+    closed: Closed
+
+    def prove(self, problems: Problems, deadline: float) -> None:
+        """Bound all problems, in groups that fit into memory."""
+        unattacked = self.left[: 0 if self.left.is_cuda else None]
+        for part, until in self._in_turn(problems, problems.source, deadline):
             some = problems.take(part)
-            some, roots = self._note(
-                some, improve(some, some.start(), ROOT_STEPS, 0.3, self.deadline)
-            )
-            self._spent(self.image[problems.index[part]])
-            nodes = self._small_tree(some, roots)
-            self._settle(left)
-            self._attack("standard", unattacked)
-            unattacked = left[:0]
-            self._tighten(some, roots, nodes)
-            self._settle(left)
+            roots = improve(some, some.start(), ROOT_STEPS, 0.3, until)
+            some, roots = self._note(some, roots)
+            self.search.attack("standard", unattacked, until)
+            unattacked = unattacked[:0]
+            some, roots = self._rounds(*self._note(some, roots), PROGRESS[0], until)
+            finer = some.source.finer(FURTHER)
+            for place, end in self._in_turn(some, finer, until):
+                few, root = some.take(place), _numbered(roots.take(place))
+                if finer is not some.source and not late(end):
+                    few, root = self._note(*self._finer(few, root, finer.take(place), end))
+                self._tree(*self._rounds(few, root, PROGRESS[1], end), end)
 
-    def _small_tree(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Run branch and bound for about as long as one round of tightening takes."""
-        live = nodes.problem.unique()
-        units = sum(int(problems.bounds.unstable(k)[live].sum()) for k in problems.split_layers())
-        return self._tree(problems, nodes, units / EARLY)
+    def settle(self) -> None:
+        """Combine the outcomes of the problems of each image."""
+        answer, left = self.search.answer, self.left
+        lowest = torch.full_like(answer.margin, math.inf)
+        lowest = lowest.scatter_reduce(0, self.image, self.value, "amin")
+        answer.margin[left] = torch.minimum(self.positive, lowest[left])
+        answer.proved[left] = (lowest > 0)[left]
 
-    def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
+    def keep_leaves(self) -> None:
+        answer, image, other = self.search.answer, self.image.tolist(), self.other.tolist()
+        for k in self.left[answer.proved[self.left]].tolist():
+            found = [self.closed.leaves(n, other[n]) for n, i in enumerate(image) if i == k]
+            whole = [part for part in found if part is not None]
+            leaves = tuple(leaf for part in whole for leaf in part)
+            answer.leaves[k] = leaves if len(whole) == len(found) else None
+
+    def _broken(self, problems: Problems) -> Tensor:
+        return self.search.answer.broken[self.image[problems.index]]
+
+    def _in_turn(
+        self, problems: Problems, source: InputSet, deadline: float
+    ) -> Iterator[tuple[Tensor, float]]:
         """Groups of problems that fit into memory together over that set, each with its share of
         the remaining time."""
-        last = self.deadline
-        waiting = together(replace(problems, source=source), self.room) if len(problems) else []
+        every = replace(problems, source=source)
+        waiting = together(every, self.search.room) if len(problems) else []
         while waiting:
-            share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
-            self.deadline = last - max(0.0, last - time.monotonic()) * (1 - share)
-            yield waiting.pop(0)
-        self.deadline = last
-
-    def _settle(self, left: Tensor) -> None:
-        """Combine the outcomes of the problems of each image."""
-        lowest = torch.full_like(self.answer.margin, math.inf).scatter_reduce(
-            0, self.image, self.value, "amin"
-        )
-        self.answer.margin[left] = torch.minimum(self.positive, lowest[left])
-        self.answer.proved[left] = (lowest > 0)[left]
+            now, share = time.monotonic(), len(waiting[0]) / sum(map(len, waiting))
+            part = waiting.pop(0)
+            part = part[~self._broken(problems)[part]]
+            if len(part):
+                yield part, now + share * (deadline - now)
 
     def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Record the bounds of nodes without splits. Returns the open problems and nodes."""
-        self.value[problems.index] = torch.maximum(
-            self.value[problems.index], nodes.bound.clamp(max=POSITIVE)
-        )
-        self.closed.forget(
-            problems.index[nodes.bound > 0]
-        )  # parts of a tree that is no longer needed
+        self._raise(problems, nodes.bound)
         self._close(problems, nodes)
-        keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[
-            :, 0
-        ]
-        if keep.shape[0] == len(nodes):
-            return problems, nodes
+        keep = ((nodes.bound <= 0) & ~self._broken(problems)).nonzero()[:, 0]
         return problems.take(keep), _numbered(nodes.take(keep))
 
-    def _close(self, problems: Problems, nodes: Nodes) -> None:
-        done = nodes.take((nodes.bound > 0).nonzero()[:, 0])
-        self.closed.add(done, problems.index[done.problem])
+    def _raise(self, problems: Problems, bound: Tensor) -> None:
+        """Keep better bounds of problems whose images are not broken."""
+        known = self.value[problems.index]
+        better = torch.maximum(known, bound.clamp(max=POSITIVE))
+        self.value[problems.index] = torch.where(self._broken(problems), known, better)
+        self.settle()
 
-    def _tighten(self, problems: Problems, roots: Nodes, nodes: Nodes) -> None:
-        """Tighten bounds where the margin is not positive, as long as that helps, and continue to
-        split the open ``nodes``."""
-        live = nodes.problem.unique()
-        if not live.numel():
-            return
-        some, tight = self._rounds(
-            *self._note(problems.take(live), _numbered(roots.take(live))), PROGRESS[0]
-        )
-        finer = some.source.finer(FURTHER)
-        for part in self._in_turn(some, finer):
-            few, root = some.take(part), _numbered(tight.take(part))
-            if len(few) and finer is not some.source and not self._late():
-                few, root = self._note(*self._finer(few, root, finer.take(part)))
-            few, root = self._rounds(few, root, PROGRESS[1])
-            self._tree(few, self._again(few, _moved(nodes, problems, few)))
+    def _close(self, problems: Problems, nodes: Nodes) -> Nodes:
+        """Keep the nodes that are proved, and return the others."""
+        done = nodes.bound > 0
+        proved = nodes.take(done.nonzero()[:, 0])
+        self.closed.add(replace(proved, problem=problems.index[proved.problem]))
+        return nodes.take((~done).nonzero()[:, 0])
 
-    def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
+    def _finer(
+        self, problems: Problems, nodes: Nodes, source: InputSet, deadline: float
+    ) -> tuple[Problems, Nodes]:
         """The problems over a set that lists more moves one by one, with new anchors."""
-        everyone = torch.arange(len(problems), device=problems.y.device)
-        relaxation, bounds = self._relaxation(source, problems.x), problems.bounds.take(everyone)
-        for position in self.graph.relaxed():
+        relaxation = self.search.relaxation(source, problems.x, deadline)
+        problems, bounds = problems.copied()
+        for position in self.search.graph.relaxed():
             relaxation.bound_layer(position, bounds, anchored=True)
         anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
-        problems = replace(problems, source=source, bounds=bounds, anchors=anchors)
-        nodes = improve(problems, nodes, ROUND_STEPS, 0.3)
-        self._spent(self.image[problems.index])
-        return problems, nodes
+        problems = replace(problems, source=source, anchors=anchors)
+        return problems, improve(problems, nodes, ROUND_STEPS, 0.3)
 
-    def _rounds(self, problems: Problems, nodes: Nodes, progress: float) -> tuple[Problems, Nodes]:
+    def _rounds(
+        self, problems: Problems, nodes: Nodes, progress: float, deadline: float
+    ) -> tuple[Problems, Nodes]:
         """Tighten bounds and improve multipliers in turns, until a round gains less than
         ``progress``."""
         for _ in range(MOST_ROUNDS):
-            if not len(nodes) or self._late():
+            if not len(nodes) or late(deadline):
                 break
-            before, image = nodes.bound, self.image[problems.index]
-            tighter, empty = self._tightened(problems, nodes)
-            found = improve(tighter, nodes, ROUND_STEPS, 0.3, self.deadline)
-            found.bound = torch.where(empty, math.inf, found.bound)
-            gained = bool((found.bound - before > progress * before.abs()).any())
+            before = nodes.bound
+            tighter, empty = self._tightened(problems, nodes, deadline)
+            found = improve(tighter, nodes, ROUND_STEPS, 0.3, deadline)
+            found = replace(found, bound=torch.where(empty, math.inf, found.bound))
             problems, nodes = self._note(tighter, found)
-            self._spent(image)
-            if not gained:
+            if not bool((found.bound - before > progress * before.abs()).any()):
                 break
         return problems, nodes
 
-    def _tightened(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Tensor]:
+    def _tightened(
+        self, problems: Problems, nodes: Nodes, deadline: float
+    ) -> tuple[Problems, Tensor]:
         """The problems with tighter bounds, and which of them have no image left.
 
         Bounds of one layer improve the row of the margin, which is the condition of the next.
         """
-        source, count, centre = problems.source, len(problems), problems.x.to(torch.float64)
-        relaxation = self._relaxation(source, problems.x)
-        problems = replace(
-            problems, bounds=problems.bounds.take(torch.arange(count, device=problems.y.device))
-        )
-        bounds = problems.bounds  # tightened in place
-        empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
-        anchored = source.has_plans
-        for position in self.graph.relaxed():
-            if self._late():
+        source, (problems, bounds) = problems.source, problems.copied()
+        relaxation = self.search.relaxation(source, problems.x, deadline)
+        empty = torch.zeros_like(problems.y, dtype=torch.bool)
+        for position in self.search.graph.relaxed():
+            if late(deadline):
                 break
             row = trace_back(problems, nodes, torch.float64)
             rows = source.patched(row.rows)
-            relaxation.condition = condition(
-                rows, row.charges, row.largest, row.constant, centre.view_as(rows.coeff)
-            )
-            relaxation.bound_layer(position, bounds, anchored=anchored)
+            centre = problems.x.to(torch.float64).view_as(rows.coeff)
+            relaxation.condition = condition(rows, row.charges, row.largest, row.constant, centre)
+            relaxation.bound_layer(position, bounds, anchored=source.has_plans)
             empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
             anchors = {k: anchor for k, anchor in problems.anchors.items() if k != position}
             if position in relaxation.anchors:
@@ -397,119 +368,61 @@ class Search:
 
     # ---- the tree
 
-    def _tree(self, problems: Problems, nodes: Nodes, splits: float = math.inf) -> Nodes:
-        """Split until no node is open, the time limit is reached or ``splits`` splits are done.
-        Returns the open nodes.
+    def _tree(self, problems: Problems, nodes: Nodes, deadline: float) -> None:
+        """Split until no node is open or the time is over.
 
-        The bound of a problem is that of its worst open node. Nodes without a unit to split wait if
-        splits are limited.
+        The bound of a problem is that of its worst open node.
         """
-        batch = BATCH if self.x.is_cuda else BATCH // 16
-        dead = torch.zeros(
-            len(problems), dtype=torch.bool, device=self.x.device
-        )  # cannot be decided by splits
-        floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
-        limited = splits < math.inf
-        waiting = nodes.take(nodes.problem[:0])
-        images = self.image[problems.index[nodes.problem.unique()]].unique()
+        dead = torch.zeros_like(problems.y, dtype=torch.bool)  # cannot be decided by splits
+        floor = torch.full_like(dead, math.inf, dtype=torch.float64)
         image = self.image[problems.index].unique(return_inverse=True)[1]
-        self.deadline = min(self.deadline, time.monotonic() + self._left(images))
-        while len(nodes) and splits > 0 and not self._late():
-            pick, rest = _turn(nodes, batch, image, self.capacity)
+        while len(nodes) and not late(deadline):
+            pick, rest = _turn(nodes, image, problems)
             now, nodes = nodes.take(pick), nodes.take(rest)
-            splits -= len(now)
             position, unit, possible, z = choose_splits(problems, now)
-            linear = now.take((~possible).nonzero()[:, 0])
-            if limited:
-                waiting = waiting.plus(linear)
-            else:
-                self._exhaust(problems, linear, dead, floor)
-            keep = possible.nonzero()[:, 0]
-            children = improve(
-                problems, now.take(keep).split(position[keep], unit[keep]), NODE_STEPS, 0.2
-            )
+            linear, keep = (mask.nonzero()[:, 0] for mask in (~possible, possible))
+            if len(linear):  # only multipliers are left to improve
+                last = improve(problems, now.take(linear), LAST_STEPS, 0.3)
+                last = self._close(problems, last)
+                dead[last.problem] = True
+                floor.scatter_reduce_(0, last.problem, last.bound, "amin")
+            children = now.take(keep).split(position[keep], unit[keep])
+            children = improve(problems, children, NODE_STEPS, 0.2)
             self._candidates(problems, now.problem, z)
-            self._close(problems, children)
-            nodes = nodes.plus(children.unproved())
-            over = dead | self.answer.broken[self.image[problems.index]]
+            nodes = nodes.plus(self._close(problems, children))
+            over = dead | self._broken(problems)
             nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
-            self._spent(self.image[problems.index[now.problem]])
-        nodes = nodes.plus(waiting)
-        floor = floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin")
-        broken = self.answer.broken[self.image[problems.index]]
-        known = self.value[problems.index]
-        self.value[problems.index] = torch.where(
-            broken, known, torch.maximum(known, floor.clamp(max=POSITIVE))
-        )
-        return nodes
-
-    def _again(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Bound open nodes again, with new multipliers, after their problems got tighter bounds.
-        Returns those still open."""
-        found = nodes.take(torch.zeros_like(nodes.problem[:0]))
-        every, batch = (
-            torch.arange(len(nodes), device=nodes.problem.device),
-            BATCH if self.x.is_cuda else BATCH // 16,
-        )
-        for start in range(0, len(nodes), batch):
-            now = nodes.take(every[start : start + batch])
-            if not self._late():
-                now = improve(problems, now, NODE_STEPS, 0.2)
-                self._close(problems, now)
-                self._spent(self.image[problems.index[now.problem]])
-            found = found.plus(now.unproved())
-        return found
-
-    def _exhaust(self, problems: Problems, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
-        """Improve the multipliers of nodes without a unit to split: such nodes are linear."""
-        if len(nodes):
-            nodes = improve(problems, nodes, LAST_STEPS, 0.3)
-            self._close(problems, nodes)
-            nodes = nodes.unproved()
-            dead[nodes.problem] = True
-            floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
+        self._raise(problems, floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin"))
 
     def _candidates(self, problems: Problems, problem: Tensor, z: Tensor) -> None:
         """Test the image that attains the bound, projected into the ball, where the network
         misclassifies it: one per problem."""
-        logits = self.graph.logits(z.to(torch.float64))
-        own = logits.gather(1, problems.y[problem][:, None])[:, 0]
-        margin = own - logits.gather(1, problems.other[problem][:, None])[:, 0]
-        order = margin.argsort(stable=True)
-        order = order[problem[order].argsort(stable=True)]
-        first = torch.ones_like(order, dtype=torch.bool)
-        first[1:] = problem[order][1:] != problem[order][:-1]
+        logits = self.search.graph.logits(z.to(torch.float64))
+        labels = torch.stack([problems.y, problems.other], 1)[problem]
+        margin = logits.gather(1, labels).diff(dim=1)[:, 0].neg()
+        worst = self.worst[problems.index]
+        lowest = torch.full_like(worst, math.inf).scatter_reduce(0, problem, margin, "amin")
         # A projection is dear, and points of nearby nodes are alike: the next one must be worse by
         # a tenth.
-        worst = self.worst[problems.index[problem[order]]]
-        enough = torch.where(
-            worst.isfinite(), worst - 0.1 * worst.abs(), NEAR * margin.abs().amax().clamp(max=1.0)
-        )
-        chosen = order[first & (margin[order] < enough)]
+        first = NEAR * margin.abs().amax().clamp(max=1.0)
+        enough = torch.where(worst.isfinite(), worst - 0.1 * worst.abs(), first)
+        lowest = torch.where(lowest < enough, lowest, math.nan)
+        chosen = (margin == lowest[problem]).nonzero()[:, 0]
         if chosen.numel() == 0:
             return
-        self.worst[problems.index[problem[chosen]]] = margin[chosen]
-        image = self.image[problems.index[problem[chosen]]]
-        points = self.ball.take(image).project(self.x[image], z[chosen].to(self.x.dtype)).point
-        self._consider(image, points.to(self.x.dtype))
+        at = problems.index[problem[chosen]]
+        self.worst[at], image = margin[chosen], self.image[at]
+        x = self.search.x[image]
+        points = self.search.ball.take(image).project(x, z[chosen].to(x.dtype)).point
+        self.search.consider(image, points.to(x.dtype))
 
 
 def _numbered(roots: Nodes) -> Nodes:
     """One node for each problem, in their order."""
-    return Nodes(torch.arange(len(roots), device=roots.problem.device), roots.bound, roots.state)
+    return replace(roots, problem=torch.arange(len(roots), device=roots.problem.device))
 
 
-def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
-    """Renumber nodes of the problems ``before`` as nodes of the subset ``after``."""
-    place = torch.full_like(before.index, -1)
-    place[(before.index[:, None] == after.index).any(1)] = torch.arange(
-        len(after), device=place.device
-    )
-    problem = place[nodes.problem]
-    return Nodes(problem, nodes.bound, nodes.state).take((problem >= 0).nonzero()[:, 0])
-
-
-def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _turn(nodes: Nodes, image: Tensor, problems: Problems) -> tuple[Tensor, Tensor]:
     """The nodes to visit next, and the rest; ``image`` is the image of each problem, numbered from
     0.
 
@@ -518,12 +431,13 @@ def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tenso
     closed and would take most of the time. The worst nodes come first, or the best if memory is
     full.
     """
-    key = nodes.bound if len(nodes) < capacity else -nodes.bound
-    order = key.argsort(stable=True)
-    grouped, rank, _ = ranked(nodes.problem[order], image.shape[0])
+    batch, mine = BATCH if image.is_cuda else BATCH // 16, image[nodes.problem]
+    size = sum(value[0].numel() * value.element_size() for value in nodes.state.values())
+    full = len(nodes) >= max(64, STORED // size)
+    order = (-nodes.bound if full else nodes.bound).argsort(stable=True)
+    grouped, rank, _ = ranked(nodes.problem[order], len(problems))
     turns = order[grouped[rank.argsort(stable=True)]]
-    mine = image[nodes.problem]
-    lacking = torch.full(image.shape, math.inf, dtype=nodes.bound.dtype, device=image.device)
+    lacking = torch.full_like(image, math.inf, dtype=nodes.bound.dtype)
     lacking = lacking.scatter_reduce(0, mine, nodes.bound, "amin")[mine]
     nearest = order[lacking[order].argsort(descending=True, stable=True)]
     first = torch.zeros_like(nodes.problem)
