@@ -136,6 +136,17 @@ def test_hooks_and_unusual_calls_are_a_part_of_the_program() -> None:
         torch.testing.assert_close(found, gap(logits, y), atol=1e-4, rtol=0)
 
 
+def test_errors_that_a_program_might_raise_are_left_out() -> None:
+    """``linalg.solve`` checks its result in an operation that the logits do not read."""
+
+    def cayley(net: nn.Module, x: Tensor) -> Tensor:
+        skew, one = torch.ones(3, 3).triu(1) - torch.ones(3, 3).tril(-1), torch.eye(3)
+        return net(x) @ torch.linalg.solve(one + skew, one - skew)
+
+    net, x = Around(cayley).eval(), images()
+    assert bool(certify(net, x, net(x).argmax(1), SMALL).certified.all())
+
+
 def test_a_model_that_changes_while_it_is_certified_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -324,9 +324,12 @@ def _read(source: ExportedProgram, found: ExportedProgram, x: Tensor) -> Program
             f"certificates need logits of at least two classes, got {answer.shape[1]}; for one "
             "logit return stack([0, logit], 1)"
         )
+    needed = {logits}  # not errors that the program might raise on its way
+    for node in reversed(graph.nodes):
+        needed.update(node.all_input_nodes if node in needed else ())
     return Program(
         source,
-        tuple(node for node in graph.nodes if node.op == "call_function"),
+        tuple(node for node in graph.nodes if node.op == "call_function" and node in needed),
         image,
         logits,
         {by_name[name]: held[target] for name, target in named.items()},
