@@ -5,3 +5,5 @@ A recipe measures (:mod:`~reproduction.measure`), writes ``NAME.json`` with ever
 figure needs, and is drawn from that file alone, there or on another machine
 (:mod:`~reproduction.run`).
 """
+
+from reproduction import networks as networks  # its networks are known by name

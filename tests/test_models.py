@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from reproduction.networks import SmallResNet
 from wball.zoo.architectures import (
     CIFAR10_MEAN,
     CIFAR10_STD,
     Binarized,
     Normalized,
     ResNet18,
-    SmallResNet,
     architectures,
     build_model,
     mnist_cnn,

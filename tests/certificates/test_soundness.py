@@ -15,6 +15,7 @@ import wball
 from certificates.exact import affine_maps, euclidean, gap, worst_plan
 from certificates.test_certify import dense_net, images, lowest
 from marks import slow
+from reproduction.networks import SmallResNet
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.certificate import Method
 from wball.certificates.operators import read_graph
@@ -191,7 +192,7 @@ def test_the_allowance_covers_the_longest_sum() -> None:
 @pytest.mark.slow
 def test_large_layers_without_hope_keep_sound_bounds() -> None:
     torch.manual_seed(0)
-    net = wball.build_model("cifar10-resnet-small").eval()
+    net = wball.Normalized(SmallResNet(), 0.5, 0.25).eval()
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             module.reset_parameters()

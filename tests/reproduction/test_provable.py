@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from reproduction.networks import SmallResNet
 from reproduction.presets import LOSSES, preset
 from reproduction.provable import LinfBounds, Provable, verified, verified_accuracy
 from training.worker import small_config, small_data, small_model
 from wball import LinfBall, Normalized, certify
 from wball.certificates.program import UnsupportedModule
 from wball.training import Optimisation, train
-from wball.zoo.architectures import SmallResNet
 
 
 def small_resnet() -> nn.Module:
