@@ -20,13 +20,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import (
-    AttackBatch,
-    State,
-    SteppedAttack,
-    distance_bound,
-    into_box,
-)
+from wball.attacks.base import AttackBatch, State, SteppedAttack, distance_bound, into_box
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Projector, WassersteinBall
 from wball.cost import GridCost

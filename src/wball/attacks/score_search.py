@@ -27,12 +27,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import (
-    AttackBatch,
-    GradientAttack,
-    into_box,
-    normal,
-)
+from wball.attacks.base import AttackBatch, GradientAttack, into_box, normal
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.ball import Ball
 from wball.model import Model, ask

@@ -71,13 +71,7 @@ from wball.attacks.attack import (
     updated,
     without,
 )
-from wball.attacks.base import (
-    GradientAttack,
-    cross_entropy,
-    find_objective,
-    margin,
-    reported_loss,
-)
+from wball.attacks.base import GradientAttack, cross_entropy, find_objective, margin, reported_loss
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, ModelWarning, merged
 from wball.attacks.score_search import ScoreSearch

@@ -129,14 +129,7 @@ def load_images(
 
 def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str] | None]:
     """The data for ``--data``, their name in results, and the names of the classes."""
-    from wball.data import (
-        ImageFolder,
-        NpzFile,
-        dataset_info,
-        datasets,
-        load_dataset,
-        load_sample,
-    )
+    from wball.data import ImageFolder, NpzFile, dataset_info, datasets, load_dataset, load_sample
 
     spec = request.data
     if spec in SAMPLES:

@@ -15,8 +15,7 @@ from wball.storage.names import printable
 @command
 def models(
     name: Annotated[
-        str | None,
-        typer.Argument(hidden=True, autocompletion=options.complete_models),
+        str | None, typer.Argument(hidden=True, autocompletion=options.complete_models)
     ] = None,
 ) -> int:
     """List models and architectures, or show the card of one model."""
@@ -56,10 +55,7 @@ def models(
 
 @command
 def data(
-    name: Annotated[
-        str | None,
-        typer.Argument(hidden=True),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(hidden=True)] = None,
     data_dir: options.DataDir = Path("data"),
 ) -> int:
     """Download mnist, fashion-mnist or cifar10; without a name, list the data sets."""

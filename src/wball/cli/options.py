@@ -25,8 +25,7 @@ Eps = Annotated[
     str | None, typer.Option("--eps", "-e", metavar="X,...", help="radii, such as 0.05,0.1,0.2")
 ]
 Window = Annotated[
-    int,
-    typer.Option("--window", metavar="N", help="mass moves within N x N pixels (N odd)"),
+    int, typer.Option("--window", metavar="N", help="mass moves within N x N pixels (N odd)")
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="random seed")]

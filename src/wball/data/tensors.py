@@ -51,10 +51,7 @@ def to_tensors(
         and len(data) == 2
         and isinstance(data[0], (Tensor, np.ndarray))
     ):
-        images, labels = (
-            [_tensor(data[0])[:limit].detach()],
-            [_label(data[1])[:limit].detach()],
-        )
+        images, labels = ([_tensor(data[0])[:limit].detach()], [_label(data[1])[:limit].detach()])
         labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
     else:
         images, labels = _collect(data, limit, items)

@@ -24,8 +24,7 @@ TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 
 def make_content(
-    evaluations: Sequence[Evaluation],
-    requirements: Sequence[str | Requirement] = (),
+    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
 ) -> dict[str, Any]:
     """The variables of ``template.html``; ``data`` is passed to the script of the page.
 

@@ -11,14 +11,7 @@ from typing import Any, TypeVar
 
 from wball.attacks import PGD, DualAveraging, GrowingRadius
 from wball.ball import WassersteinBall
-from wball.training.config import (
-    Adversary,
-    Loss,
-    Optimisation,
-    Smooth,
-    TrainConfig,
-    Validation,
-)
+from wball.training.config import Adversary, Loss, Optimisation, Smooth, TrainConfig, Validation
 
 Settings = TypeVar("Settings")
 

@@ -22,12 +22,7 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.attack import (
-    Attack,
-    AttackResult,
-    attack_labels,
-    check_attack,
-)
+from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
 
 
 class FoolboxAttack(FoolboxBase):

@@ -160,12 +160,7 @@ def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = N
 
 @operator("LayerNormalization")
 def _layer_norm(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    axis: int,
-    epsilon: float,
+    x: Tensor, scale: Tensor, bias: Tensor | None = None, *, axis: int, epsilon: float
 ) -> Tensor:
     sizes = x.shape[axis:]
     bias = None if bias is None else bias.expand(sizes)

@@ -97,12 +97,7 @@ _PADDING = {"edge": "replicate", "reflect": "reflect", "wrap": "circular"}
 
 @operator("Pad")
 def _pad(
-    x: Tensor,
-    pads: Tensor,
-    fill: Tensor | None = None,
-    axes: Tensor | None = None,
-    *,
-    mode: str,
+    x: Tensor, pads: Tensor, fill: Tensor | None = None, axes: Tensor | None = None, *, mode: str
 ) -> Tensor:
     both = numbers(pads)
     places = range(x.ndim) if axes is None else [k % x.ndim for k in numbers(axes)]
@@ -119,11 +114,7 @@ def _pad(
 
 @operator("Slice")
 def _slice(
-    x: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    axes: Tensor | None = None,
-    steps: Tensor | None = None,
+    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None
 ) -> Tensor:
     first, last = numbers(starts), numbers(ends)
     places, by = numbers(axes) or range(len(first)), numbers(steps) or [1] * len(first)
