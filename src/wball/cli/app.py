@@ -6,12 +6,16 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer import Option
+
+from wball.storage.names import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,10 +42,10 @@ def _version(show: bool) -> None:
 @app.callback()
 def _all(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+        bool, Option("--version", callback=_version, is_eager=True, help="print the version")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="log each step to stderr, for any command")
+        bool, Option("--verbose", "-v", help="log each step to stderr, for any command")
     ] = False,
 ) -> None:
     if verbose:
@@ -49,8 +53,9 @@ def _all(
         logging.getLogger("wball").setLevel(logging.INFO)
 
 
-def command(function: Callable[..., int]) -> Callable[..., int]:
-    """Register a command. The fields of a dataclass parameter become options."""
+def command(function: Callable[..., int | tuple[int, Any]]) -> Callable[..., int]:
+    """Register a command, which returns its exit code, and what ``--json`` prints. The fields of a
+    dataclass parameter become options."""
     hints = get_type_hints(function, include_extras=True)
     parameters, groups = dict[str, Parameter](), dict[str, Any]()
     for given in signature(function).parameters.values():
@@ -67,11 +72,18 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(function)
     def run(**given: Any) -> int:
+        as_json = given.get("as_json", False)
         made = {
             name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
             for name, kind in groups.items()
         }
-        return function(**given, **made)
+        # With --json, what the user's code prints goes to stderr.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            done = function(**given, **made)
+        code, content = done if isinstance(done, tuple) else (done, None)
+        if as_json and content is not None:
+            print_json(content)
+        return code
 
     run.__signature__ = Signature(list(parameters.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
@@ -83,6 +95,11 @@ def open_console(as_json: bool = False) -> Console:
     from rich.console import Console
 
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
+
+
+def say(console: Console, text: object) -> None:
+    """Print a line as it is."""
+    console.print(printable(str(text)), markup=False)
 
 
 def print_json(content: Any) -> None:

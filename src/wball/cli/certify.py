@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wball.cli import choices, options
-from wball.cli.app import command, open_console, print_json
+from wball.cli.app import command, open_console, say
 from wball.cli.models import load_models
-from wball.storage.names import printable
 
 if TYPE_CHECKING:
     import torch
@@ -25,23 +25,19 @@ def certify(
     eps: options.Eps = "0.005,0.01,0.02",
     method: Annotated[
         str,
-        typer.Option(
-            "--method",
+        Option(
             metavar="NAME",
             help="interval, dual, crown, anchored, alpha-crown or complete, or several of them, "
             "separated by commas",
         ),
     ] = "anchored",
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="SECONDS", help="time limit per image")
-    ] = 60.0,
+    time_limit: Annotated[float, Option(metavar="SECONDS", help="time limit per image")] = 60.0,
     check: Annotated[
-        bool, typer.Option("--verify", help="confirm certificates with the independent checker")
+        bool, Option("--verify", help="confirm certificates with the independent checker")
     ] = False,
     save_program: Annotated[
         Path | None,
-        typer.Option(
-            "--save-program",
+        Option(
             metavar="FILE",
             help="write the exported program that the certificates are about as .pt2",
         ),
@@ -52,10 +48,10 @@ def certify(
     device: options.Device = "auto",
     seed: options.Seed = 0,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="write the result as .json")
+        Path | None, Option("--out", "-o", metavar="FILE", help="write the result as .json")
     ] = None,
     as_json: options.AsJson = False,
-) -> int:
+) -> tuple[int, Any]:
     """Certify that no image in the ball changes the prediction, for any transport plan.
 
     \b
@@ -78,43 +74,33 @@ def certify(
         )
     console, radii = open_console(as_json), choices.radii(eps or "")
     threat, where = choices.ball(radii[-1], window), choices.device(device)
-    with choices.prints_aside(as_json):
-        made = [
-            (_program(spec, files, where) or net, name)
-            for spec, (net, name) in zip(
-                models, load_models(models, files, where, seed), strict=True
-            )
-        ]
-        images = choices.load_images(pictures, where, seed, default_limit=10)
+    loaded = zip(models, load_models(models, files, where, seed), strict=True)
+    made = [(_program(spec, files, where) or net, name) for spec, (net, name) in loaded]
+    images = choices.load_images(pictures, where, seed, default_limit=10)
     contents = []
     for (net, name), way in itertools.product(made, method.split(",")):
         heading = f"{way} on {name}, {len(images.x)} images of {images.name}"
+        columns = {"certified": "certified accuracy"} | (
+            {"confirmed": "confirmed"} if check else {}
+        )
         table = Table(title=escape(heading), title_justify="left")
-        table.add_column(f"eps ({threat.unit})", justify="right")
-        table.add_column("certified accuracy", justify="right")
-        if check:
-            table.add_column("confirmed", justify="right")
+        for column in (f"eps ({threat.unit})", *columns.values()):
+            table.add_column(column, justify="right")
         rows = []
         for r in radii:
-            ball = threat.at(r)
-            with choices.prints_aside(as_json):
-                proof = prove(net, images.x, images.y, ball, way, time_limit=time_limit)  # type: ignore[arg-type]
-                checking = time_limit * max(1, int(proof.certified.sum()))
-                found = (
-                    verify(net, images.x, images.y, ball, proof, time_limit=checking)  # type: ignore[arg-type]
-                    if check
-                    else None
-                )
+            given = net, images.x, images.y, threat.at(r)
+            proof = prove(*given, way, time_limit=time_limit)  # type: ignore[arg-type]
             row: dict[str, Any] = {"eps": r, "certified": float(proof.certified.double().mean())}
             row["images"] = proof.certified.tolist()
             for column in ("margin", "status"):
                 row[column] = [image[column] for image in proof.to_dict()["images"]]
-            if found is not None:
+            if check:
+                checking = time_limit * max(1, int(proof.certified.sum()))
+                found = verify(*given, proof, time_limit=checking)  # type: ignore[arg-type]
                 row["confirmed"] = float(found.confirmed.double().mean())
                 row["verification"] = [status.name.lower() for status in found.status]
             rows.append(row)
-            shares = [row[column] for column in ("certified", "confirmed") if column in row]
-            table.add_row(f"{r:g}", *(f"{100 * share:.1f} %" for share in shares))
+            table.add_row(f"{r:g}", *(f"{100 * row[column]:.1f} %" for column in columns))
         console.print(table)
         about = {"model": name, "data": images.name, "label": images.y.tolist()}
         about["program"] = proof.subject["program"]
@@ -122,14 +108,12 @@ def certify(
     if save_program is not None and proof.program is not None:
         save_program.parent.mkdir(parents=True, exist_ok=True)
         proof.program.save(save_program)
-        console.print(printable(f"written: {save_program}"), markup=False)
+        say(console, f"written: {save_program}")
     content: Any = contents[0] if len(contents) == 1 else contents
     if out is not None:
         write_json(out, content)
-        console.print(printable(f"written: {out}"), markup=False)
-    if as_json:
-        print_json(content)
-    return 0
+        say(console, f"written: {out}")
+    return 0, content
 
 
 def _program(spec: str, files: options.ModelFiles, where: torch.device) -> ExportedProgram | None:

@@ -5,12 +5,10 @@ Slow modules are imported inside the functions, so that ``wball --help`` answers
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,10 +289,3 @@ def setting(assignment: str) -> tuple[str, Any]:
         return path, json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except json.JSONDecodeError:
         return path, text
-
-
-@contextlib.contextmanager
-def prints_aside(aside: bool) -> Iterator[None]:
-    """Redirect the output of the user's code to stderr if stdout is reserved for JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
-        yield

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wball.cli import choices, options
-from wball.cli.app import command, open_console, print_json
+from wball.cli.app import command, open_console, say
 from wball.cli.models import load_models
 from wball.storage.names import file_name, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from wball.attacks import Attack
     from wball.ball import WassersteinBall
     from wball.evaluation import Evaluation, Requirement
     from wball.model import Model
@@ -31,10 +31,10 @@ class Results:
 
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="folder for results (default: out/MODEL)"),
+        Option("--out", "-o", metavar="DIR", help="folder for results (default: out/MODEL)"),
     ] = None
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="discard earlier results in the folder")
+        bool, Option("--overwrite", help="discard earlier results in the folder")
     ] = False
     as_json: options.AsJson = False
 
@@ -45,24 +45,22 @@ class Question:
 
     eps: options.Eps = None
     attack: Annotated[
-        str, typer.Option("--attack", "-a", metavar="NAME", help=", ".join(options.ATTACKS))
+        str, Option("--attack", "-a", metavar="NAME", help=", ".join(options.ATTACKS))
     ] = "standard"
     require: Annotated[
         list[str] | None,
-        typer.Option(
-            "--require",
+        Option(
             metavar="EPS:...",
             help="exit with code 7 unless robust accuracy at EPS is high enough: 0.1:0.8 for 80 %, "
             "certified:0.05:0.6, or 0.1:out/baseline for not worse than that evaluation; repeatable",
         ),
     ] = None
     certify: Annotated[
-        bool, typer.Option("--certify", help="also compute certified accuracy (slow on a CPU)")
+        bool, Option("--certify", help="also compute certified accuracy (slow on a CPU)")
     ] = False
     target: Annotated[
         int | None,
-        typer.Option(
-            "--target",
+        Option(
             metavar="CLASS",
             help="targeted attack: images are broken if predicted as this class number",
         ),
@@ -77,7 +75,7 @@ class Machine:
     device: options.Device = "auto"
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", metavar="N", help="images at a time (default: by the model)"),
+        Option(metavar="N", help="images at a time (default: by the model)"),
     ] = None
     seed: options.Seed = 0
 
@@ -91,7 +89,7 @@ def evaluate(
     files: options.ModelFiles,
     machine: Machine,
     results: Results,
-) -> int:
+) -> tuple[int, Any]:
     """Measure robust accuracy, audit every adversarial example, and write a report.
 
     MODEL is a bundled model (see `wball models`), a file (.pt, .pt2, .onnx, .safetensors, .pth),
@@ -119,51 +117,60 @@ def evaluate(
     """
     from wball.evaluation import exit_code
     from wball.report import why_not
-    from wball.storage.files import rank_and_size
 
     start, console = time.perf_counter(), open_console(results.as_json)
     wanted = _requirements(how)
     given = choices.radii(how.eps) if how.eps is not None else None
     threat = choices.ball(given[-1] if given else 1.0, how.window)
     searched, where = choices.attack(how.attack, threat), choices.device(machine.device)
-    with choices.prints_aside(results.as_json):
-        made = load_models(models, files, where, machine.seed)
-        images = choices.load_images(pictures, where, machine.seed, streamed=True)
-        if how.target is not None:
-            others = (images.y != how.target).nonzero().squeeze(1).tolist()
-            images = images.take(others, f"{images.name}, without class {how.target}")
-        _check_inputs(made, images, wanted, threat)
+    made = load_models(models, files, where, machine.seed)
+    images = choices.load_images(pictures, where, machine.seed, streamed=True)
+    if how.target is not None:
+        others = (images.y != how.target).nonzero().squeeze(1).tolist()
+        images = images.take(others, f"{images.name}, without class {how.target}")
+    _check_inputs(made, images, wanted, threat)
     base = results.out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
     folders = [base if len(made) == 1 else base / file_name(name) for _, name in made]
     if (missing := why_not()) is not None:
         print(f"wball: there will be no report.html: {missing}", file=sys.stderr)
     points = given or (None if results.overwrite else _earlier_radii(folders))
     if points is None:
-        with choices.prints_aside(results.as_json):
-            points = choices.sensible_radii([net for net, _ in made], images, threat, machine.seed)
-        shown = ", ".join(f"{r:g}" for r in points)
-        console.print(
-            f"radii {shown} were chosen by a quick search (set them with --eps)", markup=False
-        )
+        points = choices.sensible_radii([net for net, _ in made], images, threat, machine.seed)
+        say(console, f"radii {_listed(points)} were chosen by a quick search (set them with --eps)")
     points = sorted({*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)})
-    console.print(
+    say(
+        console,
         f"{', '.join(name for _, name in made)} on {len(images.x)} images of {images.name}; "
-        f"{how.attack} attack at eps {', '.join(f'{r:g}' for r in points)} ({threat.unit}), "
-        f"on {where}",
-        markup=False,
+        f"{how.attack} attack at eps {_listed(points)} ({threat.unit}), on {where}",
     )
-    attack = replace(searched, target=how.target).at(points[-1])
-    certify = how.certify or any(requirement.certified for requirement in wanted)
-    job = _Job(images, points, attack, certify, machine, results)
-    found = [_evaluate(job, *one, folder) for one, folder in zip(made, folders, strict=True)]
+    settings = {
+        "radii": points,
+        "attack": replace(searched, target=how.target).at(points[-1]),
+        "certify": how.certify or any(requirement.certified for requirement in wanted),
+        "seed": machine.seed,
+        "batch_size": machine.batch_size,
+    }
+    found = [
+        _evaluate(model, name, folder, images, results, settings)
+        for (model, name), folder in zip(made, folders, strict=True)
+    ]
     written = [*folders, *_write(found, base, wanted)]
     _print_decisions(found, wanted, console)
-    if results.as_json and rank_and_size()[0] == 0:
-        print_json([_plain(result, wanted) for result in found])
     took = time.perf_counter() - start
-    names = ", ".join(map(str, written))
-    console.print(printable(f"written: {names}    ({took:.1f} s)"), markup=False)
-    return exit_code(found, wanted)
+    say(console, f"written: {', '.join(map(str, written))}    ({took:.1f} s)")
+    content = [_plain(result, wanted) for result in found] if _is_first() else None
+    return exit_code(found, wanted), content
+
+
+def _listed(radii: list[float]) -> str:
+    return ", ".join(f"{r:g}" for r in radii)
+
+
+def _is_first() -> bool:
+    """Whether this is the process of ``torchrun`` that writes and prints."""
+    from wball.storage.files import rank_and_size
+
+    return rank_and_size()[0] == 0
 
 
 def _requirements(how: Question) -> list[Requirement]:
@@ -202,51 +209,38 @@ def _check_inputs(
             raise typer.BadParameter(f"--require: {folder} is an evaluation of different images")
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What every model is evaluated on."""
-
-    images: choices.LoadedImages
-    radii: list[float]
-    attack: Attack
-    certify: bool
-    machine: Machine
-    results: Results
-
-
-def _evaluate(job: _Job, model: Model, name: str, folder: Path) -> Evaluation:
+def _evaluate(
+    model: Model,
+    name: str,
+    folder: Path,
+    images: choices.LoadedImages,
+    results: Results,
+    settings: dict[str, Any],
+) -> Evaluation:
     """Evaluate one model, and print the outcome."""
     from rich.markup import escape
 
     from wball import evaluation
     from wball.report import why_not
-    from wball.storage.files import rank_and_size
 
-    images, ball, results = job.images, job.attack.ball, job.results
-    console = open_console(results.as_json)
+    console, ball = open_console(results.as_json), settings["attack"].ball
     if not results.overwrite and (found := _found(folder)):
-        console.print(printable(found), markup=False)
-    names = evaluation.Names(name, images.name, images.classes, images.sources)
-    with choices.prints_aside(results.as_json):
-        result = evaluation.evaluate(
-            model,
-            images.x,
-            images.y,
-            ball,
-            job.radii,
-            job.attack,
-            certify=job.certify,
-            out=evaluation.Storage(folder, results.overwrite),
-            name=names,
-            seed=job.machine.seed,
-            batch_size=job.machine.batch_size,
-            progress=True,
-        )
-        if why_not() is None and not result.explorer and rank_and_size()[0] == 0:
-            result = evaluation.explore(result, model, images.x, images.y, ball=ball)
-            result.save_explorer(folder)
+        say(console, found)
+    result = evaluation.evaluate(
+        model,
+        images.x,
+        images.y,
+        ball,
+        out=evaluation.Storage(folder, results.overwrite),
+        name=evaluation.Names(name, images.name, images.classes, images.sources),
+        progress=True,
+        **settings,
+    )
+    if why_not() is None and not result.explorer and _is_first():
+        result = evaluation.explore(result, model, images.x, images.y, ball=ball)
+        result.save_explorer(folder)
     console.print(result.table())
-    console.print(printable(result.verdict()), markup=False)
+    say(console, result.verdict())
     for warning in result.warnings:
         console.print(f"[yellow]warning[/]: {escape(printable(str(warning)))}")
     return result
@@ -255,9 +249,8 @@ def _evaluate(job: _Job, model: Model, name: str, folder: Path) -> Evaluation:
 def _write(found: list[Evaluation], base: Path, wanted: list[Requirement]) -> list[Path]:
     """Write the tables, the report and the decisions, in one process of ``torchrun``."""
     from wball.report import why_not, write_csv, write_junit, write_report
-    from wball.storage.files import rank_and_size
 
-    if rank_and_size()[0] != 0:
+    if not _is_first():
         return []
     written = [write_csv(found, base / "results.csv")]
     if why_not() is None:
@@ -275,7 +268,7 @@ def _print_decisions(found: list[Evaluation], wanted: list[Requirement], console
         decision = result.check(wanted)
         colour = "green]PASSED" if decision else "red]FAILED"
         console.print(f"[bold {colour}[/] {escape(result.name)}")
-        console.print(printable(str(decision)), markup=False)
+        say(console, decision)
         if os.environ.get("GITHUB_ACTIONS") == "true":
             for check in decision.checks:
                 if not check.met:

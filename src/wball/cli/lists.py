@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from wball.cli import options
-from wball.cli.app import command, open_console, print_json
-from wball.storage.names import printable
+from wball.cli.app import command, open_console, print_json, say
 
 
 @command
 def models(
     name: Annotated[
-        str | None, typer.Argument(hidden=True, autocompletion=options.complete_models)
+        str | None, Argument(hidden=True, autocompletion=options.complete_models)
     ] = None,
 ) -> int:
     """List models and architectures, or show the card of one model."""
@@ -55,7 +54,7 @@ def models(
 
 @command
 def data(
-    name: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    name: Annotated[str | None, Argument(hidden=True)] = None,
     data_dir: options.DataDir = Path("data"),
 ) -> int:
     """Download mnist, fashion-mnist or cifar10; without a name, list the data sets."""
@@ -68,13 +67,12 @@ def data(
     console = open_console()
     if name is None:
         table = Table("data set", "images", "classes", "")
-        table.add_row("sample", "1 x 28 x 28", "10", "1,000 MNIST test digits, inside the package")
-        table.add_row(
-            "cifar10-sample", "3 x 32 x 32", "10", "200 CIFAR-10 images, inside the package"
-        )
-        for info in datasets().values():
-            shape = " x ".join(map(str, info.shape))
-            table.add_row(info.name, shape, str(len(info.classes)), info.title)
+        inside = [
+            ("sample", dataset_info("mnist"), "1,000 MNIST test digits, inside the package"),
+            ("cifar10-sample", dataset_info("cifar10"), "200 CIFAR-10 images, inside the package"),
+        ]
+        for short, info, title in (*inside, *((i.name, i, i.title) for i in datasets().values())):
+            table.add_row(short, " x ".join(map(str, info.shape)), str(len(info.classes)), title)
         console.print(table)
         return 0
     info = dataset_info(name)
@@ -87,14 +85,14 @@ def data(
                 shown.total(total / 1e6)
 
         folder = download(info.name, data_dir, progress=show)
-    console.print(printable(f"{info.title} is in {folder}"), markup=False)
+    say(console, f"{info.title} is in {folder}")
     return 0
 
 
 @command
 def info(
     compile_kernels: Annotated[
-        bool, typer.Option("--compile", help="compile the CPU kernels now (takes a minute)")
+        bool, Option("--compile", help="compile the CPU kernels now (takes a minute)")
     ] = False,
 ) -> int:
     """Show versions, devices and kernels on this machine, as JSON for bug reports."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
@@ -19,36 +19,32 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL", autocompletion=complete_models, hidden=True)
+    list[str], Argument(metavar="MODEL", autocompletion=complete_models, hidden=True)
 ]
 Eps = Annotated[
-    str | None, typer.Option("--eps", "-e", metavar="X,...", help="radii, such as 0.05,0.1,0.2")
+    str | None, Option("--eps", "-e", metavar="X,...", help="radii, such as 0.05,0.1,0.2")
 ]
-Window = Annotated[
-    int, typer.Option("--window", metavar="N", help="mass moves within N x N pixels (N odd)")
-]
-Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:N")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="random seed")]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON and nothing else")]
+Window = Annotated[int, Option(metavar="N", help="mass moves within N x N pixels (N odd)")]
+Device = Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda or cuda:N")]
+Seed = Annotated[int, Option(metavar="N", help="random seed")]
+AsJson = Annotated[bool, Option("--json", help="print the result as JSON and nothing else")]
 DataDir = Annotated[
     Path,
-    typer.Option(
-        "--data-dir", envvar="WBALL_DATA", metavar="DIR", help="folder of downloaded data sets"
-    ),
+    Option("--data-dir", envvar="WBALL_DATA", metavar="DIR", help="folder of downloaded data sets"),
 ]
 Limit = Annotated[
     int | None,
-    typer.Option("--limit", "-n", metavar="N", help="number of images, with classes in proportion"),
+    Option("--limit", "-n", metavar="N", help="number of images, with classes in proportion"),
 ]
 Resize = Annotated[
     int | None,
-    typer.Option("--resize", metavar="N", help="resize the shorter side of a folder's images"),
+    Option(metavar="N", help="resize the shorter side of a folder's images"),
 ]
 Crop = Annotated[
     int | None,
-    typer.Option("--crop", metavar="N", help="crop a square of this side from the centre"),
+    Option(metavar="N", help="crop a square of this side from the centre"),
 ]
-Grey = Annotated[bool, typer.Option("--grey", help="read a folder's images as greyscale")]
+Grey = Annotated[bool, Option("--grey", help="read a folder's images as greyscale")]
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ class ModelFiles:
 
     architecture: Annotated[
         list[str] | None,
-        typer.Option(
-            "--architecture",
+        Option(
             metavar="NAME",
             help="network of a weights file: a name from `wball models`, or mine.py:function; once "
             "for all weights files, or once for each in their order",
@@ -66,15 +61,14 @@ class ModelFiles:
     ] = None
     mean: Annotated[
         str | None,
-        typer.Option(
-            "--mean",
+        Option(
             metavar="X,...",
             help="normalisation: channel means, such as 0.485,0.456,0.406",
         ),
     ] = None
     std: Annotated[
         str | None,
-        typer.Option("--std", metavar="X,...", help="normalisation: channel standard deviations"),
+        Option(metavar="X,...", help="normalisation: channel standard deviations"),
     ] = None
 
 
@@ -84,7 +78,7 @@ class DataChoice:
 
     data: Annotated[
         str,
-        typer.Option(
+        Option(
             "--data",
             "-d",
             metavar="NAME",

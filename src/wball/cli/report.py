@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from wball.cli.app import command, open_console
-from wball.storage.names import printable
+from wball.cli.app import command, open_console, say
 
 
 @command
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", hidden=True)],
+    folders: Annotated[list[Path], Argument(metavar="FOLDER", hidden=True)],
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--out",
             "-o",
             metavar="PATH",
@@ -26,19 +26,15 @@ def report(
         ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="join evaluations of parts of a data set into one")
+        bool, Option("--merge", help="join evaluations of parts of a data set into one")
     ] = False,
     figures: Annotated[
         Path | None,
-        typer.Option(
-            "--figures", metavar="DIR", help="draw figures for papers (a report only with --out)"
-        ),
+        Option(metavar="DIR", help="draw figures for papers (a report only with --out)"),
     ] = None,
     kind: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="NAME", help="file format of the figures: pdf, png or svg"
-        ),
+        Option("--format", metavar="NAME", help="file format of the figures: pdf, png or svg"),
     ] = "pdf",
 ) -> int:
     """Write a report that ranks evaluations: the folders written by `wball evaluate`.
@@ -63,7 +59,7 @@ def report(
         results = [merge_evaluations(folders)]
         results[0].save(folder)
         console.print(results[0].table())
-        console.print(printable(results[0].verdict()), markup=False)
+        say(console, results[0].verdict())
         written = [folder, write_csv(results, folder / "results.csv")]
         out, code = folder / "report.html", exit_code(results, [])
     else:
@@ -72,10 +68,10 @@ def report(
         written.append(write_report(results, out or Path("report.html")))
     for one, other in itertools.pairwise(results):
         with suppress(ValueError):  # other images or radii
-            console.print(printable(str(one.compare(other, one.radii[len(one.radii) // 2]))))
+            say(console, one.compare(other, one.radii[len(one.radii) // 2]))
     if figures is not None:
         from wball.report.figures import save_figures
 
         written += save_figures(results, figures, kind)
-    console.print(printable(f"written: {', '.join(map(str, written))}"), markup=False)
+    say(console, f"written: {', '.join(map(str, written))}")
     return code

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from wball.cli import choices, options
 from wball.cli.app import command
@@ -17,16 +18,16 @@ from wball.storage.names import printable
 
 @command
 def train(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", hidden=True)],
+    preset: Annotated[str, Argument(metavar="PRESET", hidden=True)],
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--model", "-m", metavar="MODEL", help="your own network: mine.py or mine.py:function"
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--data",
             "-d",
             metavar="NAME",
@@ -36,54 +37,44 @@ def train(
     ] = None,
     test_data: Annotated[
         str | None,
-        typer.Option("--test-data", metavar="NAME", help="your own test images, as in --data"),
+        Option(metavar="NAME", help="your own test images, as in --data"),
     ] = None,
     resize: options.Resize = None,
     crop: options.Crop = None,
     grey: options.Grey = False,
     data_dir: options.DataDir = Path("data"),
     limit: options.Limit = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", metavar="N", help="number of epochs")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", metavar="N", help="images per step")
-    ] = None,
+    epochs: Annotated[int | None, Option(metavar="N", help="number of epochs")] = None,
+    batch_size: Annotated[int | None, Option(metavar="N", help="images per step")] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            "--time-limit",
+        Option(
             metavar="SECONDS",
             help="limit the training time; schedules are shortened",
         ),
     ] = None,
-    init: Annotated[
-        Path | None, typer.Option("--init", metavar="FILE", help="weights to fine-tune")
-    ] = None,
+    init: Annotated[Path | None, Option(metavar="FILE", help="weights to fine-tune")] = None,
     teacher: Annotated[
         str | None,
-        typer.Option(
-            "--teacher",
+        Option(
             metavar="MODEL",
             help="model for soft labels (with --set loss.teacher=0.5), as in `wball evaluate`",
         ),
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="PATH=VALUE",
             help="change a setting, such as adversary.attack.steps=10; repeatable",
         ),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="name of the trained model")
-    ] = None,
+    name: Annotated[str | None, Option(metavar="NAME", help="name of the trained model")] = None,
     device: options.Device = "auto",
     seed: options.Seed = 0,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="DIR", help="folder for weights, card and metrics"),
+        Option("--out", "-o", metavar="DIR", help="folder for weights, card and metrics"),
     ] = Path("out/train"),
 ) -> int:
     """Train a model with a preset: standard, adversarial or certified training.
