@@ -9,6 +9,7 @@ import re
 import tarfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -30,13 +31,13 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def mnist_source(server: Server, *mirrors: str) -> fetch.Mirrors:
+def mnist_source(server: Server, *mirrors: str) -> data.DatasetInfo:
     images, labels = digits(50)
     for prefix in ("train", "t10k"):
         server.files[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(idx(images), mtime=0)
         server.files[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(idx(labels), mtime=0)
     sums = {name: hashlib.md5(content).hexdigest() for name, content in server.files.items()}
-    return fetch.Mirrors(mirrors or (server.url,), sums, "mnist")
+    return replace(data.dataset_info("mnist"), mirrors=mirrors or (server.url,), files=sums)
 
 
 def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -> None:
@@ -169,10 +170,10 @@ def tar(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes
     return buffer.getvalue()
 
 
-def cifar10_source(server: Server, archive: bytes) -> fetch.Mirrors:
+def cifar10_source(server: Server, archive: bytes) -> data.DatasetInfo:
     server.files["cifar-10-binary.tar.gz"] = archive
     sums = {"cifar-10-binary.tar.gz": hashlib.md5(archive).hexdigest()}
-    return fetch.Mirrors((server.url,), sums, "cifar-10-batches-bin")
+    return replace(data.dataset_info("cifar10"), mirrors=(server.url,), files=sums)
 
 
 @pytest.fixture

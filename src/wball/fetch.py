@@ -10,10 +10,9 @@ import tarfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from wball.data import CIFAR10_RECORDS, dataset_info
+from wball.data import CIFAR10_RECORDS, DatasetInfo, dataset_info
 from wball.storage.files import locked
 
 Progress = Callable[[str, int, int | None], None]
@@ -32,16 +31,6 @@ _FAILED = (
 """Errors of a server or of the network: the next mirror is tried. Errors of the disk are raised."""
 
 
-@dataclass(frozen=True)
-class Mirrors:
-    """Where a data set is downloaded from: mirrors in order of preference, and the MD5 of each
-    file."""
-
-    mirrors: tuple[str, ...]
-    files: dict[str, str]
-    folder: str
-
-
 class DownloadError(OSError):
     """No mirror has the file. The message lists the response of each mirror, and what to do."""
 
@@ -50,7 +39,7 @@ def download(
     name: str,
     root: str | os.PathLike[str],
     *,
-    source: Mirrors | None = None,
+    source: DatasetInfo | None = None,
     progress: Progress | None = None,
     timeout: float = 30.0,
 ) -> Path:
@@ -62,20 +51,19 @@ def download(
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
         root: the folder that holds the data sets; created if needed.
-        source: another source, such as a mirror of your own.
+        source: another source, such as the same files on a mirror of your own.
         progress: called while bytes arrive.
         timeout: seconds without an answer after which the next mirror is tried.
     """
-    info = dataset_info(name)
-    source = source or Mirrors(info.mirrors, info.files, info.folders[0])
-    folder = Path(root) / source.folder
-    if _complete(source, folder):  # no lock: the disk may be read-only
+    info = source or dataset_info(name)
+    folder = Path(root) / info.folders[0]
+    if _complete(info, folder):  # no lock: the disk may be read-only
         return folder
     with locked(folder, wait=True):
-        if _complete(source, folder):  # another process was faster
+        if _complete(info, folder):  # another process was faster
             return folder
-        for file, md5 in source.files.items():
-            urls = [mirror + file for mirror in source.mirrors]
+        for file, md5 in info.files.items():
+            urls = [mirror + file for mirror in info.mirrors]
             what, by_hand = f"{file} of {info.title}", f"put the file into {folder} by hand"
             fetched = fetch_file(urls, folder / file, md5, what, by_hand, progress, timeout)
             if fetched.suffixes == [".tar", ".gz"]:
@@ -84,11 +72,11 @@ def download(
     return folder
 
 
-def _complete(source: Mirrors, folder: Path) -> bool:
-    if any(file.endswith(".tar.gz") for file in source.files):
+def _complete(info: DatasetInfo, folder: Path) -> bool:
+    if any(file.endswith(".tar.gz") for file in info.files):
         batches = [folder / name for name in _CIFAR10_BATCHES]
         return all(b.is_file() and b.stat().st_size == _CIFAR10_BATCH_BYTES for b in batches)
-    return all(_is_whole(folder / file, md5) for file, md5 in source.files.items())
+    return all(_is_whole(folder / file, md5) for file, md5 in info.files.items())
 
 
 def _is_whole(path: Path, digest: str) -> bool:

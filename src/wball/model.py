@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,82 +134,65 @@ def other_images(model: Model, x: Tensor) -> str:
     return ""
 
 
-class _Attribute(NamedTuple):
+class _Setting(NamedTuple):
+    """Something that a call changes and gives back: how it is told apart, read and written."""
+
+    key: object
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
     """An attribute of an object, such as the mode of a module or the flag of a parameter."""
-
-    owner: Any
-    name: str
-
-    @property
-    def key(self) -> object:
-        return id(self.owner), self.name
-
-    def read(self) -> Any:
-        return getattr(self.owner, self.name)
-
-    def write(self, value: Any) -> None:
-        setattr(self.owner, self.name, value)
+    return _Setting((id(owner), name), partial(getattr, owner, name), partial(setattr, owner, name))
 
 
-class _RandomState(NamedTuple):
+def _random_state(device: torch.device) -> _Setting:
     """The state of PyTorch's random generator on a device."""
-
-    key: torch.device
-
-    def read(self) -> Tensor:
-        cuda = self.key.type == "cuda"
-        return torch.cuda.get_rng_state(self.key) if cuda else torch.get_rng_state()
-
-    def write(self, state: Tensor) -> None:
-        if self.key.type == "cuda":
-            torch.cuda.set_rng_state(state, self.key)
-        else:
-            torch.set_rng_state(state)
+    if device.type != "cuda":
+        return _Setting(device, torch.get_rng_state, torch.set_rng_state)
+    read, write = (
+        partial(f, device=device) for f in (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    )
+    return _Setting(device, read, write)
 
 
-class _Tf32(NamedTuple):
+def _tf32(backend: Any, *newer: Any) -> _Setting:
     """Whether a backend rounds to TF32. PyTorch has newer settings beside ``allow_tf32``, and
     refuses to mix them."""
 
-    key: Any
-    newer: tuple[Any, ...]
-
-    def read(self) -> bool | tuple[str, ...]:
+    def read() -> bool | tuple[str, ...]:
         try:
-            return bool(self.key.allow_tf32)
+            return bool(backend.allow_tf32)
         except RuntimeError:  # the caller uses the newer settings
-            return tuple(part.fp32_precision for part in self.newer)
+            return tuple(part.fp32_precision for part in newer)
 
-    def write(self, value: bool | tuple[str, ...]) -> None:
-        if isinstance(value, bool) and isinstance(self.read(), bool):
-            self.key.allow_tf32 = value
+    def write(value: bool | tuple[str, ...]) -> None:
+        if isinstance(value, bool) and isinstance(read(), bool):
+            backend.allow_tf32 = value
             return
-        precisions = ("ieee",) * len(self.newer) if isinstance(value, bool) else value
-        for part, precision in zip(self.newer, precisions, strict=True):
+        precisions = ("ieee",) * len(newer) if isinstance(value, bool) else value
+        for part, precision in zip(newer, precisions, strict=True):
             part.fp32_precision = precision
 
+    return _Setting(backend, read, write)
 
-class _Double(NamedTuple):
-    """The copy of a model in float64, which lasts as long as the model is attacked."""
 
-    model: Model
+def _copied(model: Model) -> _Setting:
+    """The copy of a model in float64, in a list. It is made when it is first needed, and dropped
+    when nobody attacks the model any more."""
 
-    @property
-    def key(self) -> object:
-        return id(self.model)
+    def drop(held: object, alive: Model = model) -> None:
+        """Nothing is restored."""
 
-    def read(self) -> list[nn.Module | None]:
-        return []  # made when it is first needed
-
-    def write(self, value: Any) -> None:
-        """Nothing is restored: the copy is dropped with the loan."""
+    return _Setting(("double", id(model)), list, drop)
 
 
 @dataclass
 class _Loan:
     """A setting (kept alive, so that its id is not reused), its value before, and its users."""
 
-    setting: Any
+    setting: _Setting
     before: Any
     users: int = 0
 
@@ -224,14 +208,14 @@ class _Loans:
     def __init__(self) -> None:
         self._lock, self._held = threading.Lock(), dict[object, _Loan]()
 
-    def before(self, setting: Any) -> Any:
+    def before(self, setting: _Setting) -> Any:
         """The value of a setting before any call that is still running."""
         with self._lock:
             loan = self._held.get(setting.key)
             return setting.read() if loan is None else loan.before
 
     @contextmanager
-    def __call__(self, settings: Sequence[Any], value: Any = None) -> Iterator[None]:
+    def __call__(self, settings: Sequence[_Setting], value: Any = None) -> Iterator[None]:
         """Set the settings to ``value`` (``None``: leave them) inside the context."""
         with self._lock:
             for setting in settings:
@@ -250,7 +234,7 @@ class _Loans:
             with self._lock:
                 self._return(settings)
 
-    def _return(self, settings: Sequence[Any]) -> None:
+    def _return(self, settings: Sequence[_Setting]) -> None:
         for setting in settings:
             loan = self._held[setting.key]
             loan.users -= 1
@@ -262,10 +246,10 @@ class _Loans:
 _lent = _Loans()
 
 
-def _modes(model: Model) -> list[_Attribute]:
+def _modes(model: Model) -> list[_Setting]:
     """The training modes of a model's modules: those of a frozen script have none."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [_Attribute(m, "training") for m in modules if hasattr(m, "training")]
+    return [_attribute(m, "training") for m in modules if hasattr(m, "training")]
 
 
 def in_training(model: Model) -> bool:
@@ -287,10 +271,9 @@ def as_found(model: Model, device: torch.device) -> Iterator[None]:
     """Context in which the model is in evaluation mode with frozen parameters; afterwards
     everything is restored."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
-    flags = [_Attribute(parameter, "requires_grad") for parameter in parameters]
-    random = [_RandomState(torch.device("cpu"))]
-    random += [_RandomState(device)] if device.type == "cuda" else []
-    with _lent([*random, _Double(model)]), evaluating(model), _lent(flags, False):
+    flags = [_attribute(parameter, "requires_grad") for parameter in parameters]
+    random = map(_random_state, {torch.device("cpu"), device})
+    with _lent([*random, _copied(model)]), evaluating(model), _lent(flags, False):
         yield
 
 
@@ -303,7 +286,7 @@ def full_precision() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
     newer = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None))
-    with _lent([_Tf32(matmul, (matmul,)), _Tf32(cudnn, newer)], False):
+    with _lent([_tf32(matmul, matmul), _tf32(cudnn, *newer)], False):
         yield
 
 
@@ -327,7 +310,7 @@ def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> T
     except torch.OutOfMemoryError:
         raise
     except Exception:  # noqa: BLE001 - float32 constants, or a function without float64
-        _lent.before(_Double(model))[:] = [None]
+        _lent.before(_copied(model))[:] = [None]
         return success
     if bool(holds.all()):
         return success
@@ -347,7 +330,7 @@ def answers_differ(first: Tensor, again: Tensor) -> Tensor:
 
 def _double(model: Model) -> nn.Module | None:
     """A copy of a float32 module in float64, kept until :func:`as_found` ends."""
-    held: list[nn.Module | None] = _lent.before(_Double(model))
+    held: list[nn.Module | None] = _lent.before(_copied(model))
     if not held:
         double = None
         if isinstance(model, nn.Module):

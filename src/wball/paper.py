@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,15 +34,21 @@ from wball.kernels.projected_sinkhorn.reference_sweeps import log_omega
 from wball.result import ProjectionResult, SinkhornResult
 from wball.solvers.problem import TransportProblem, as_given, as_grid, statuses
 
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
-
 HALVINGS = 7
 """Of a step of ``psi``, at most; what is still negative becomes 0. (The paper sets no limit.)"""
 
 
+class Transport(Protocol):
+    """A ball whose points are reached by transport: :class:`wball.WassersteinBall`."""
+
+    @property
+    def box(self) -> tuple[float, float] | None: ...
+
+    def problem(self, x: Tensor) -> TransportProblem: ...
+
+
 def projected_sinkhorn(
-    x: Tensor, w: Tensor, ball: WassersteinBall, reg: float, max_iter: int = 50, tol: float = 1e-4
+    x: Tensor, w: Tensor, ball: Transport, reg: float, max_iter: int = 50, tol: float = 1e-4
 ) -> SinkhornResult:
     """Algorithm 2: the point ``w - beta / reg``, near the point of the ball that is nearest to
     ``w``.
@@ -70,7 +76,7 @@ def projected_sinkhorn(
 
 
 def conjugate_sinkhorn(
-    x: Tensor, g: Tensor, ball: WassersteinBall, reg: float, max_iter: int = 50, tol: float = 1e-4
+    x: Tensor, g: Tensor, ball: Transport, reg: float, max_iter: int = 50, tol: float = 1e-4
 ) -> SinkhornResult:
     """The same for ``max <g, z>``: ``beta`` stays ``reg * g``, and the point is the columns of the
     last plan.
@@ -131,7 +137,7 @@ def _total(logs: Tensor) -> Tensor:
 
 
 def clamped(
-    x: Tensor, w: Tensor, ball: WassersteinBall, reg: float, max_iter: int, tol: float
+    x: Tensor, w: Tensor, ball: Transport, reg: float, max_iter: int, tol: float
 ) -> ProjectionResult:
     """Algorithm 2 and a clamp to the pixel range, as the released attack: ``mode="paper"`` of
     ``ball.project``. Nothing bounds the gap (nan)."""

@@ -91,8 +91,12 @@ def test_foolbox(case: Case) -> None:
     )
     assert torch.equal(net(found).argmax(1) == target, done) and done.any()
     random = FoolboxAttack(DualAveraging(WassersteinBall(0.1), steps=3, random_start=5.0))
-    with pytest.raises(NotImplementedError, match="StandardAttack"):
-        random.repeat(3)
+    repeated = random.repeat(3)
+    _, _, once = random(fmodel, images, labels, epsilons=None)
+    found, _, thrice = repeated(fmodel, images, labels, epsilons=None)
+    alone = FoolboxAttack(random.attack, seed=2)(fmodel, images, labels, epsilons=None)[2]
+    assert torch.equal(thrice & (once | alone), once | alone)
+    assert torch.equal(net(found).argmax(1) != labels, thrice)
     ball = WassersteinBall(0.05)
     ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False))
     ensemble(fmodel, images, labels, epsilons=None)

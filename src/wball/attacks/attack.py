@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -356,7 +356,7 @@ class Attack(ABC):
         """The result with only the examples that :func:`wball.model.judge` confirms, rounded to
         pixel levels if there are any."""
         if self.levels is not None:
-            return to_levels(found, self.ball, task, self.levels, Task.judge)
+            return to_levels(found, self.ball, task, self.levels)
         claimed = found.success.nonzero().squeeze(1)
         if claimed.numel() == 0 or not task.confirm:
             return found
@@ -416,8 +416,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         # One attack with a gradient suffices to call the image a survivor.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
-    names = ["images", "success", "distance", "loss", "radius"]
-    names += ["member"] if best.member is not None and found.member is not None else []
+    names = ("images", "success", "distance", "loss", "radius")
     parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
     return replace(
         best,
@@ -449,16 +448,10 @@ def joined(parts: list[AttackResult]) -> AttackResult:
     )
 
 
-def to_levels(
-    result: AttackResult,
-    ball: Ball,
-    task: Task,
-    levels: int,
-    judge: Callable[[Task, Tensor], Tensor],
-) -> AttackResult:
+def to_levels(result: AttackResult, ball: Ball, task: Task, levels: int) -> AttackResult:
     """Round the examples of a result to pixel levels. An image whose example cannot be kept becomes
-    the clean image without success. ``judge(task, images)`` decides which images meet the goal."""
-    x, already = task.x, judge(task, task.x)
+    the clean image without success."""
+    x, already = task.x, task.judge(task.x)
     images, success = x.clone(), already.clone()
     distance = torch.zeros_like(result.distance)
     for share in PULLED_BACK:
@@ -467,7 +460,7 @@ def to_levels(
             break
         start = x[left]
         points = rounded(start + share * (result.images[left] - start), start, levels)
-        wrong = judge(task.take(left), points)
+        wrong = task.take(left).judge(points)
         left, points = left[wrong], points[wrong]
         if left.numel() == 0:
             continue

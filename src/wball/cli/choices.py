@@ -79,10 +79,8 @@ class LoadedImages:
 
     def take(self, index: Sequence[int], name: str) -> LoadedImages:
         """A subset of the images."""
-        import torch
-
         chosen = list(index)
-        x = self.x[chosen] if isinstance(self.x, torch.Tensor) else self.x.only(chosen)
+        x = self.x.only(chosen) if hasattr(self.x, "only") else self.x[chosen]
         sources = [self.sources[k] for k in chosen]
         return LoadedImages(x, self.y[chosen], name, self.classes, sources)
 
@@ -100,14 +98,14 @@ def load_images(
 
     With ``streamed``, a data set that is too large for memory is read on demand.
     """
-    from wball.data import read_items, source_name, to_tensors
+    from wball.data import is_map, read_items, source_name, to_tensors
 
     limit = default_limit if request.limit is None else request.limit
     if limit is not None and limit < 1:
         raise typer.BadParameter(f"--limit {limit}: expected at least 1")
     seed_all(seed)
     data, name, classes = _find_data(request, split)
-    items = _is_map(data)
+    items = is_map(data)
     try:
         large = _stream(data, where) if streamed and items else None
         x, y = large or (read_items(data, range(len(data))) if items else to_tensors(data))
@@ -152,29 +150,15 @@ def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str]
     )
 
 
-def _is_map(data: Any) -> bool:
-    """Whether items can be read one by one, by their numbers."""
-    from torch.utils.data import Dataset, IterableDataset
-
-    sized = isinstance(data, Dataset) and hasattr(data, "__len__")
-    return sized and not isinstance(data, IterableDataset)
-
-
 def _stream(data: Any, where: torch.device) -> tuple[Stream, Tensor] | None:
     """A stream of a data set that is too large for memory, and all of its labels."""
-    import torch
-
     from wball.data import labels_of
-    from wball.evaluation.stream import AT_ONCE, dataset_stream
+    from wball.evaluation.stream import dataset_stream
 
     stream = dataset_stream(data, (0.0, 1.0), where)
     if len(data) == 0 or stream[:1].nbytes * len(data) <= IN_MEMORY:
         return None
-    known = labels_of(data)
-    if known is None:
-        starts = range(0, len(data), AT_ONCE)
-        known = torch.cat([stream.take(slice(k, k + AT_ONCE))[1].cpu() for k in starts])
-    return stream, known
+    return stream, labels_of(data)
 
 
 def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
@@ -236,10 +220,10 @@ def sensible_radii(
             attack = DualAveraging(ball, objective="margin", steps=10, progress=False)
             radius = minimal_radius(model, x, y, attack, hi=top).radius
             found.append(radius[radius.isfinite() & (radius > 0)].cpu())
-    known = torch.cat(found) if found else torch.zeros(0)
-    if len(known) == 0:
-        return round_numbers(0.005 * top, 0.05 * top)
-    low, high = (float(known.quantile(q)) for q in (0.1, 0.9))
+    known = torch.cat([*found, torch.zeros(0)])
+    low, high = (
+        (float(known.quantile(q)) for q in (0.1, 0.9)) if len(known) else (0.01 * top, top / 24)
+    )
     return round_numbers(0.5 * low, 1.2 * high)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -309,6 +309,6 @@ def _plain(result: Evaluation, wanted: list[Requirement]) -> dict[str, Any]:
     }
     if wanted:
         decision = result.check(wanted)
-        checks = [check.to_dict() for check in decision.checks]
+        checks = [asdict(check) for check in decision.checks]
         content |= {"passed": bool(decision), "requirements": checks}
     return content

@@ -8,7 +8,14 @@ augmentation then happens there, too. Folders are data sets that are read item b
 """
 
 from wball.data.augment import RandomAffine, RandomCropFlip, RandomCutout
-from wball.data.folder import ImageFolder, labels_of, load_folder, read_items, source_name
+from wball.data.folder import (
+    ImageFolder,
+    is_map,
+    labels_of,
+    load_folder,
+    read_items,
+    source_name,
+)
 from wball.data.named import (
     CIFAR10_RECORDS,
     DatasetInfo,
@@ -34,6 +41,7 @@ __all__ = [
     "RandomCutout",
     "Split",
     "channels_last",
+    "is_map",
     "class_names",
     "dataset_info",
     "datasets",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from wball import inputs
 from wball.data.tensors import PathLike, from_array, to_tensors
@@ -213,12 +213,18 @@ def _behind(data: Any, k: int) -> tuple[Any, int]:
     return data, k
 
 
-def labels_of(data: Any) -> Tensor | None:
-    """The labels of a folder or a part of it, without reading images; ``None`` if unknown."""
-    if isinstance(data, Subset):
-        known = labels_of(data.dataset)
-        return None if known is None else known[list(data.indices)]
-    return torch.tensor(data.labels) if isinstance(data, ImageFolder) else None
+def is_map(data: Any) -> bool:
+    """Whether items can be read one by one, by their numbers."""
+    sized = isinstance(data, Dataset) and hasattr(data, "__len__")
+    return sized and not isinstance(data, IterableDataset)
+
+
+def labels_of(data: Any) -> Tensor:
+    """The labels of all items; those of folders, and of parts of them, without reading images."""
+    places = [_behind(data, k) for k in range(len(data))]
+    if all(isinstance(inner, ImageFolder) for inner, _ in places):
+        return torch.tensor([inner.labels[k] for inner, k in places])
+    return torch.cat([read_item(data, k)[1] for k in range(len(data))])
 
 
 def _images_in(folder: Path, endings: set[str]) -> list[Path]:

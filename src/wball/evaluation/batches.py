@@ -80,10 +80,6 @@ class _Batch:
     state: dict[str, Tensor]
     notes: dict[str, Any]
 
-    def unbroken(self) -> Tensor:
-        """Positions of the images without an example."""
-        return self.state["distance"].isinf().nonzero().squeeze(1)
-
     def count(self, code: str, images: int) -> None:
         """Record the number of images on which a finding was seen, at the radius where it was seen
         most often."""
@@ -283,7 +279,7 @@ class Batches:
 
     def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
         """Attack the unbroken images of a batch, and record the valid examples."""
-        left = batch.unbroken()
+        left = batch.state["distance"].isinf().nonzero().squeeze(1)  # without an example
         if left.numel() == 0:
             return
         here = left.to(batch.x.device)
@@ -464,7 +460,7 @@ class Batches:
             names=tuple(begun["names"]),
         )
 
-    def ask_again(self) -> tuple[EvaluationWarning, ...]:
+    def ask_again(self) -> list[EvaluationWarning]:
         """Run the model on the clean images again, in the same batches. Different outputs mean that
         the model has hidden state that calls change."""
         changed = 0
@@ -472,16 +468,12 @@ class Batches:
             before = self._read(batch)[0]["logits"]
             after = self._clean_logits(batch, self.data[self._part(batch)])
             changed += int(answers_changed(before, after).sum())
-        if not changed:
-            return ()
-        return (
-            EvaluationWarning(
-                "changed-answers",
-                f"the logits of {changed} of {len(self.data)} clean images are not those of the "
-                "first call",
-                "the model keeps a state between calls: make its output depend on the image alone",
-            ),
+        warning = EvaluationWarning(
+            "changed-answers",
+            f"the logits of {changed} of {len(self.data)} clean images are not those of the first call",
+            "the model keeps a state between calls: make its output depend on the image alone",
         )
+        return [warning] if changed else []
 
     def pairs(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """The original and adversarial images at ascending positions."""

@@ -67,20 +67,18 @@ def as_warnings(
     return tuple(doubts), tuple(notes)
 
 
-def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:
+def at_chance(result: Evaluation) -> list[EvaluationWarning]:
     """Whether the clean accuracy of an evaluation is near chance."""
     right = result.images["label"] == result.images["predicted"]
     accuracy, chance = float(right.double().mean()), 1 / len(result.settings["data"]["classes"])
     if len(right) < FEW or accuracy >= chance + ABOVE_CHANCE * (1 - chance):
-        return ()
-    return (
-        EvaluationWarning(
-            "clean-accuracy-at-chance",
-            f"clean accuracy is only {100 * accuracy:.0f} % (chance is {100 * chance:.0f} %)",
-            "check that the model gets images of the size and normalisation it expects "
-            "(wball.Normalized, --mean, --std), and the class numbers",
-        ),
+        return []
+    said = f"clean accuracy is only {100 * accuracy:.0f} % (chance is {100 * chance:.0f} %)"
+    remedy = (
+        "check that the model gets images of the size and normalisation it expects "
+        "(wball.Normalized, --mean, --std), and the class numbers"
     )
+    return [EvaluationWarning("clean-accuracy-at-chance", said, remedy)]
 
 
 def check_certificates(
@@ -98,8 +96,7 @@ def check_certificates(
     claimed = (radius > 0).nonzero().squeeze(1)
     generator = torch.Generator().manual_seed(int(result.settings["seed"]))
     index = claimed[torch.randperm(len(claimed), generator=generator)[:CHECKED]].sort().values
-    confirmed, unfollowed, reason = 0, 0, ""
-    unconfirmed: list[int] = []
+    confirmed, unfollowed, reason, unconfirmed = 0, 0, "", list[int]()
     if index.numel():
         images, labels = data.take(index)
         smallest = radius[index].clamp(max=float(min(result.settings["radii"])))
@@ -127,7 +124,7 @@ def check_certificates(
 
 def look_for_missed(
     result: Evaluation, model: Model, data: Stream, ball: Ball
-) -> tuple[EvaluationWarning, ...]:
+) -> list[EvaluationWarning]:
     """Whether points that need no gradient fool the model on images that survived.
 
     They are random points of the largest ball, and points of it towards other images. A model that
@@ -138,7 +135,7 @@ def look_for_missed(
     count = max(1, min(SURVIVORS, PIXELS // pixels))
     alive = (~result.broken_at(top)).nonzero().squeeze(1)[:count]
     if alive.numel() == 0:
-        return ()
+        return []
     centres, labels = data.take(alive)
     largest = ball.at(top)
     generator = torch.Generator(data.device).manual_seed(int(result.settings["seed"]))
@@ -148,17 +145,14 @@ def look_for_missed(
     for shift in range(1, OTHERS + 1):
         others = data[(alive + 7919 * shift) % len(data)]
         fooled |= misclassified(model, drifted(largest, centres, others), labels, size)
-    if not bool(fooled.any()):
-        return ()
-    return (
-        EvaluationWarning(
-            "missed-example",
-            "random points of the ball, or points towards other images, fool the model on "
-            f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
-            "the attack is too weak for this model: use the standard attack, more steps, or a "
-            "differentiable approximation of the model",
-        ),
+    warning = EvaluationWarning(
+        "missed-example",
+        "random points of the ball, or points towards other images, fool the model on "
+        f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
+        "the attack is too weak for this model: use the standard attack, more steps, or a "
+        "differentiable approximation of the model",
     )
+    return [warning] if bool(fooled.any()) else []
 
 
 def misclassified(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:

@@ -12,8 +12,7 @@ met only if the lower end of the interval meets it and the evaluation is reliabl
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 EXIT_CLAIMS, EXIT_UNRELIABLE, EXIT_REQUIREMENT = 3, 6, 7
@@ -22,8 +21,8 @@ EXIT_CLAIMS, EXIT_UNRELIABLE, EXIT_REQUIREMENT = 3, 6, 7
 Interval = tuple[float, float]
 
 
-def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) -> Interval:
-    """The Clopper-Pearson interval of ``count / total``.
+def confidence_interval(count: int, total: int) -> Interval:
+    """The 95 % Clopper-Pearson interval of ``count / total``.
 
     >>> [round(end, 4) for end in confidence_interval(8, 10)]
     [0.4439, 0.9748]
@@ -34,7 +33,7 @@ def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) 
         raise ValueError(
             f"count must be in [0, total] and total at least 1, got {count} of {total}"
         )
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low = 0.0 if count == 0 else float(betaincinv(count, total - count + 1, tail))
     high = 1.0 if count == total else float(betaincinv(count + 1, total - count, 1 - tail))
     return low, high
@@ -152,9 +151,6 @@ class Check:
     interval: Interval | None
     met: bool
     reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.display import Summarised, percent
-from wball.evaluation import terminal
 from wball.evaluation.requirements import (
     CONFIDENCE,
     EXIT_CLAIMS,
@@ -38,6 +37,7 @@ from wball.storage.files import (
     write_sealed,
     write_tensors,
 )
+from wball.storage.names import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -271,8 +271,7 @@ class Evaluation(Summarised):
         low, high = self.interval(measured)
         said = f"{wanted}: {percent(measured)} (95 % interval {percent(low)} to {percent(high)})"
         if self.doubts:
-            codes = ", ".join(sorted({doubt.code for doubt in self.doubts}))
-            said += f", but the evaluation is not reliable: {codes}"
+            said += f", but the evaluation is not reliable: {self._codes()}"
         elif not self.reliable:
             said += ", but this is a quick look: evaluate with attack='standard'"
         elif measured >= wanted.share > low:
@@ -475,11 +474,72 @@ class Evaluation(Summarised):
 
     def table(self) -> Table:
         """The accuracies for a terminal."""
-        return terminal.table(self)
+        from rich.markup import escape
+        from rich.table import Table
+
+        heading = f"{self.name}: {len(self)} images of {self.settings['data']['name']}"
+        shown = Table(title=escape(printable(heading)), title_justify="left")
+        proved = self.settings["certify"] is not None
+        columns = [f"eps ({printable(self.unit)})", "accuracy", "95 % interval"]
+        for column in (*columns, *["certified"] * proved, "broken"):
+            shown.add_column(column, justify="right")
+        for point in self.curve():
+            row = [f"{point.eps:g}" if point.eps else "0 (clean)", percent(point.accuracy)]
+            row += ["{:.1f}-{:.1f} %".format(*(100 * end for end in point.interval))]
+            row += [] if point.certified is None else [percent(point.certified)]
+            shown.add_row(*row, str(point.broken))
+        return shown
 
     def verdict(self) -> str:
         """The audit in a sentence or two."""
-        return terminal.verdict(self)
+        audit = self.audit_summary()
+        said = (
+            f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
+        )
+        if not audit["checked"]:
+            said = "audit: no examples were found"
+        if audit["rejected"]:
+            said += f"; {audit['rejected']} rejected and not counted"
+        if audit["contradictions"]:
+            said += (
+                f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
+            )
+        proofs = audit["certificates"]
+        if proofs and proofs["checked"] + proofs["unfollowed"]:
+            said += "\ncertificates confirmed by the independent checker: "
+            said += f"{proofs['confirmed']} of {proofs['checked']}"
+            if proofs["unfollowed"]:
+                said += f"; {proofs['unfollowed']} could not be checked ({proofs['reason']})"
+        if audit["valid"] and "cost" in self.settings["ball"]:
+            plan, exact, both = (audit[k] for k in ("proved_by_plan", "exact_transport", "both"))
+            said += "\ndistances proved by "
+            said += (
+                f"plan: {plan + both}, by exact transport alone: "
+                if plan or both
+                else "exact transport: "
+            )
+            said += str(exact - both)
+            if plan or both:
+                said += (
+                    f"; sampled exact check: {both}, disagreements: {len(audit['disagreements'])}"
+                )
+        if base := self.baseline:
+            said += (
+                f"\nwithout an attack, accuracy: {percent(base['shifted'])} on images shifted by one pixel, "
+                f"{percent(base['random'][self.radii[-1]])} at random points of the ball of radius "
+                f"{self.radii[-1]:g}"
+            )
+        if self.doubts:
+            said += f"\nNOT RELIABLE: {self._codes()}; the robust accuracy may be far too high"
+        elif self.quick_look:
+            said += (
+                "\nquick look: the fast attack skips the checks for gradient masking; use the standard "
+                "attack for reliable numbers"
+            )
+        return said
+
+    def _codes(self) -> str:
+        return ", ".join(sorted({doubt.code for doubt in self.doubts}))
 
 
 def _data_frame(content: Any) -> Any:

@@ -265,7 +265,7 @@ def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
     result = replace(result, exhibit=make_exhibit(result, model, data, ball))
     result = replace(result, verification=check_certificates(result, model, data, ball))
     doubts = look_for_missed(result, model, data, ball) + batches.ask_again() + at_chance(result)
-    return replace(result, warnings=result.warnings + doubts)
+    return replace(result, warnings=(*result.warnings, *doubts))
 
 
 def _radii(

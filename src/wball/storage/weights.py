@@ -69,9 +69,7 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
     )
 
 
-def save_weights(
-    model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
-) -> None:
+def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the model's weights as safetensors, atomically."""
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -81,9 +79,7 @@ def save_weights(
         for name, value in _tensors_of(model).items()
     }
     # save_file would make a file that only its owner can read.
-    write_whole(
-        path, save(tensors, metadata={**(metadata or {}), CHECKSUM: tensor_checksum(tensors)})
-    )
+    write_whole(path, save(tensors, metadata={CHECKSUM: tensor_checksum(tensors)}))
 
 
 def _tensors_of(model: nn.Module) -> StateDict:
@@ -196,20 +192,20 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
     """The error message about missing, unexpected and differently shaped tensors."""
     missing = [key for key in _essential(wanted) if key not in found]
     unexpected = [key for key in _essential(found) if key not in wanted]
+    both = [(key, found[key], wanted[key]) for key in _essential(wanted) if key in found]
     shapes = [
-        f"{key} is {tuple(found[key].shape)} in the file and {tuple(wanted[key].shape)} in the model"
-        for key in _essential(wanted)
-        if key in found and found[key].shape != wanted[key].shape
+        f"{key} is {tuple(mine.shape)} in the file and {tuple(theirs.shape)} in the model"
+        for key, mine, theirs in both
+        if mine.shape != theirs.shape
     ]
     types = [
-        f"{key} is {found[key].dtype}, {found[key].layout} in the file"
-        for key in _essential(wanted)
-        if key in found and _kind(found[key]) != _kind(wanted[key])
+        f"{key} is {mine.dtype}, {mine.layout} in the file"
+        for key, mine, theirs in both
+        if _kind(mine) != _kind(theirs)
     ]
-    said = [f"missing {_some(missing)}"] if missing else []
-    said += [f"unexpected {_some(unexpected)}"] if unexpected else []
-    said += [f"wrong shape: {_some(shapes, '; ')}"] if shapes else []
-    said += [f"wrong type: {_some(types, '; ')}"] if types else []
+    kinds = {"missing ": missing, "unexpected ": unexpected, "wrong shape: ": shapes}
+    kinds["wrong type: "] = types
+    said = [f"{kind}{_some(names)}" for kind, names in kinds.items() if names]
     if any(re.search(r"(^|\.)(mean|std|mu|sigma)$", key) for key in unexpected):
         said.append(
             "the file has normalisation constants: wrap the model in wball.Normalized with them"
@@ -222,7 +218,7 @@ def _kind(value: Tensor) -> tuple[torch.layout, bool]:
     return value.layout, value.is_floating_point()
 
 
-def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
+def _some(items: list[str], limit: int = 6) -> str:
     """The first items of a list as text, and the number of the rest."""
     rest = len(items) - limit
-    return between.join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -46,6 +46,11 @@ from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
 
+SAVED = ("step", "images", "seconds", "history")
+"""Attributes of a run in its checkpoint."""
+IDENTITY = {"data": "data", "init": "init", "own": "optimizer, augmentations or loss"}
+"""Those that must be the same in a run that resumes, and their names in messages."""
+
 CHECKPOINT_SHARE = 0.02
 """Largest share of the time spent on checkpoints, if ``checkpoint_every`` is ``None``."""
 QUEUED = 8
@@ -138,7 +143,7 @@ def train(
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     step = TrainingStep(config, network, images, teacher, augmentations, loss)
     run = _Run(config, network, len(images), folder, world, checkpoint_every, time_limit, optimizer)
-    run.origin = None if init is None else Path(init).name
+    run.init = None if init is None else Path(init).name
     run.own = describe_settings([optimizer, list(augmentations), loss])
     with (
         _products(device, "high"),
@@ -238,7 +243,7 @@ class _Run:
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
         self.data: dict[str, Any] = {}
-        self.origin: str | None = None
+        self.init: str | None = None
         self.own: Any = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._progress, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
@@ -354,19 +359,9 @@ class _Run:
         if self.radii is not None:
             tensors["radii"] = self.radii.values
         tensors["totals"] = self.totals
-        header = {
-            "config": describe_settings(self.config),
-            "step": self.step,
-            "images": self.images,
-            "seconds": self.seconds,
-            "averaged": self.average.count,
-            "history": self.history,
-            "data": self.data,
-            "init": self.origin,
-            "own": self.own,
-            "torch": torch.__version__,
-        }
-        write_tensors(path, tensors, header)
+        header = {name: getattr(self, name) for name in (*SAVED, *IDENTITY)}
+        header |= {"config": describe_settings(self.config), "torch": torch.__version__}
+        write_tensors(path, tensors, {**header, "averaged": self.average.count})
 
     def restore(self, images: TrainingImages) -> None:
         """Resume from the checkpoint in the folder, if there is one; open the log."""
@@ -391,10 +386,9 @@ class _Run:
 
     def _resume(self, tensors: dict[str, Tensor], header: Any, path: str) -> None:
         _check_same(header["config"], describe_settings(self.config), path)
-        _check_same(header["data"], self.data, path, "data")
-        _check_same(header["init"], self.origin or header["init"], path, "init")
-        _check_same(header["own"], self.own, path, "optimizer, augmentations or loss")
-        self.origin = header["init"]
+        self.init = self.init or header["init"]
+        for name, title in IDENTITY.items():
+            _check_same(header[name], getattr(self, name), path, title)
         part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
         theirs, ours = (
             {k: tuple(v.shape) for k, v in m.items()}
@@ -409,8 +403,9 @@ class _Run:
         if self.radii is not None:
             self.radii.values.copy_(tensors["radii"])
         self.totals.copy_(tensors["totals"])
-        self.step, self.images, self.seconds = (header[k] for k in ("step", "images", "seconds"))
-        self.average.count, self.history = header["averaged"], header["history"]
+        self.average.count = header["averaged"]
+        for name in SAVED:
+            setattr(self, name, header[name])
 
     def card(self) -> dict[str, Any]:
         """The model card: description, last measurements and training settings."""
@@ -427,7 +422,7 @@ class _Run:
             **measured,
             "training": {
                 **settings,
-                **({} if self.origin is None else {"init": self.origin}),
+                **({} if self.init is None else {"init": self.init}),
                 "steps": self.step,
                 "seconds": round(self.seconds, 1),
                 "processes": self.world.size,

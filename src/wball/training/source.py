@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
-from wball.data import labels_of, read_items, to_tensors
+from wball.data import is_map, labels_of, read_items, to_tensors
 from wball.model import as_found, ask, check_classes, other_images
 
 IN_MEMORY = 10**9
@@ -31,15 +30,11 @@ class TrainingImages:
         self.device, self.dtype = device, torch.float32
         self._read: Callable[[list[int]], tuple[Tensor, Tensor]] = partial(read_items, data)
         self._images: Tensor | None = None
-        items = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
-        count = len(data) if items and hasattr(data, "__len__") else 0
+        count = len(data) if is_map(data) else 0
         if isinstance(data, tuple) and hasattr(data[0], "survey"):
             self._read, self.labels = data[0].take, data[1].to(device)
         elif count and self._read([0])[0].nbytes * count > IN_MEMORY:
-            known = labels_of(data)
-            if known is None:
-                known = torch.cat([self._read([k])[1] for k in range(count)])
-            self.labels = known.to(device)
+            self.labels = labels_of(data).to(device)
         else:
             self._images, self.labels = to_tensors(data, device=device)
 

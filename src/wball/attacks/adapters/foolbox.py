@@ -22,7 +22,8 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack
+from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack, updated
+from wball.inputs import check_count
 
 
 class FoolboxAttack(FoolboxBase):
@@ -32,16 +33,14 @@ class FoolboxAttack(FoolboxBase):
         results: what the last call found, one result per radius.
     """
 
-    def __init__(self, attack: Attack, seed: int = 0) -> None:
+    def __init__(self, attack: Attack, seed: int = 0, times: int = 1) -> None:
         check_attack(attack)
-        self.attack, self.seed = attack, seed
+        self.attack, self.seed, self.times = attack, seed, check_count("times", times)
         self.results: list[AttackResult] = []
 
     def repeat(self, times: int) -> FoolboxAttack:
-        """Not offered: a random start is one member of :class:`~wball.StandardAttack`."""
-        raise NotImplementedError(
-            "repeat is not supported: use StandardAttack, whose members start at several points"
-        )
+        """The attack run ``times`` times with different seeds: the first success of each image."""
+        return FoolboxAttack(self.attack, self.seed, self.times * check_count("times", times))
 
     def __call__(
         self,
@@ -70,12 +69,18 @@ class FoolboxAttack(FoolboxBase):
         labels = (goal.target_classes if targeted else goal.labels).raw.long()
         radii = list(epsilons) if isinstance(epsilons, Iterable) else [epsilons]
         attacks = [self.attack if eps is None else self.attack.at(float(eps)) for eps in radii]
-        self.results = [
-            attack_labels(attack, model, images.raw, labels, targeted, self.seed)
-            for attack in attacks
-        ]
-        found = [restore(ep.astensor(result.images)) for result in self.results]
+        every = torch.arange(len(labels), device=labels.device)
+        self.results = []
+        for attack in attacks:
+            seeds = range(self.seed, self.seed + self.times)
+            found, *others = (
+                attack_labels(attack, model, images.raw, labels, targeted, seed) for seed in seeds
+            )
+            for other in others:
+                found = updated(found, every, other, other.success & ~found.success)
+            self.results.append(found)
+        raw = [restore(ep.astensor(result.images)) for result in self.results]
         success = restore(ep.astensor(torch.stack([result.success for result in self.results])))
         if isinstance(epsilons, Iterable):
-            return found, list(found), success
-        return found[0], found[0], success[0]
+            return raw, list(raw), success
+        return raw[0], raw[0], success[0]
