@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wball.data import CIFAR10_RECORDS, DatasetInfo, dataset_info
-from wball.storage.files import locked
+from wball.storage.files import PathLike, locked
 
 Progress = Callable[[str, int, int | None], None]
 """Called as ``progress(file name, bytes so far, bytes in all if known)``."""
@@ -37,7 +37,7 @@ class DownloadError(OSError):
 
 def download(
     name: str,
-    root: str | os.PathLike[str],
+    root: PathLike,
     *,
     source: DatasetInfo | None = None,
     progress: Progress | None = None,

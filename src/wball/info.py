@@ -6,17 +6,16 @@ import math
 import os
 import platform
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 import wball
 from wball.cost import GridCost, Moves
 from wball.kernels import dispatch
-from wball.provenance import versions
+from wball.provenance import Plain, versions
 
 
-def info() -> dict[str, Any]:
+def info() -> Plain:
     """Versions, devices and kernels as plain data."""
     packages = versions()
     return {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 BOX_SLACK = 1e-6
 """Pixels this far outside the box are rounding errors (for example of a resize) and are clipped."""
@@ -244,8 +244,8 @@ def check_seed(value: int) -> int:
     return value
 
 
-def check_generator(generator: torch.Generator | None) -> None:
-    if generator is not None and not isinstance(generator, torch.Generator):
+def check_generator(generator: Generator | None) -> None:
+    if generator is not None and not isinstance(generator, Generator):
         raise TypeError(
             f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed"
         )

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Plain = dict[str, Any]
+"""Plain data by name, as in a JSON file."""
+
 PACKAGES = ("numba", "numpy", "POT", "safetensors", "scipy", "torch", "triton")
 
 
@@ -51,7 +54,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def collect(ball: Any, x: Tensor, line: str | None = None) -> dict[str, Any]:
+def collect(ball: Any, x: Tensor, line: str | None = None) -> Plain:
     """The provenance of a result: command (``line``, or that of this process), device, kernel and
     versions."""
     return {
@@ -75,7 +78,7 @@ def fingerprint(*tensors: Tensor) -> str:
     return digest.hexdigest()
 
 
-def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
+def describe_model(model: Any, name: str | None = None) -> Plain:
     """Name, size and checksum of a model; a function that is not a module has a name only."""
     if not isinstance(model, nn.Module):
         title = name or getattr(model, "__qualname__", "model")

@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from wball import inputs, progress
 from wball.attacks.findings import Finding, merged, reliable
@@ -34,7 +34,7 @@ from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, judge, reached
 from wball.plan import StoredPlan
 from wball.progress import Bar
-from wball.provenance import describe_settings
+from wball.provenance import Plain, describe_settings
 from wball.result import joined_kernels
 
 PROGRESS_AFTER = 2_000_000
@@ -167,7 +167,7 @@ class AttackResult(Summarised):
     def take(self, index: Tensor) -> AttackResult:
         """The result of a subset of the images, without plans."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        parts: dict[str, Any] = {n: t[index] for n, t in tensors.items() if isinstance(t, Tensor)}
+        parts: Plain = {n: t[index] for n, t in tensors.items() if isinstance(t, Tensor)}
         status = tuple(self.status[i] for i in index.tolist())
         return replace(self, status=status, proof=None, **parts)
 
@@ -234,12 +234,12 @@ class Attack(ABC):
 
     @abstractmethod
     def attack_batch(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+        self, task: Task, generator: Generator, progress: StepCount | None = None
     ) -> AttackResult:
         """Attack a batch of validated images that fits in memory, on a prepared model."""
 
     def attempt(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+        self, task: Task, generator: Generator, progress: StepCount | None = None
     ) -> AttackResult:
         """:meth:`attack_batch`, or what it returned before an interruption."""
         run, journal = self.attack_batch, JOURNAL.get()
@@ -253,9 +253,7 @@ class Attack(ABC):
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Hook: called once with the unchanged model before the attack."""
 
-    def prepared(
-        self, model: Model, x: Tensor, y: Tensor, known: dict[str, Any] | None = None
-    ) -> Attack:
+    def prepared(self, model: Model, x: Tensor, y: Tensor, known: Plain | None = None) -> Attack:
         """The attack after it has inspected the model, for repeated calls on such images;
         ``known`` is what an earlier inspection found."""
         return self
@@ -273,7 +271,7 @@ class Attack(ABC):
         """The attack on a subset of the images (a ball can have one radius per image)."""
         return replace(self, ball=self.ball.take(index))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Plain:
         """The settings as plain data, to be stored with an evaluation."""
         hidden = {"ball", "progress", "check", "proofs", "view", "extra"}
         if self.target is None:
@@ -289,7 +287,7 @@ class Attack(ABC):
         y: Tensor,
         *,
         target: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         confirm: bool = True,
     ) -> AttackResult:
         """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
@@ -311,7 +309,7 @@ class Attack(ABC):
         if self.levels is not None:
             check_on_levels(x, self.levels)
         if generator is None:
-            generator = torch.Generator(x.device).manual_seed(0)
+            generator = Generator(x.device).manual_seed(0)
         with torch.inference_mode(False):
             # An inference tensor cannot carry gradients.
             place = torch.arange(len(x)).to(y)
@@ -321,7 +319,7 @@ class Attack(ABC):
                 return self._in_batches(task, generator, steps)
 
     def _in_batches(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None
+        self, task: Task, generator: Generator, progress: StepCount | None
     ) -> AttackResult:
         parts: list[AttackResult] = []
         start, size = 0, self.batch_size or max(1, len(task))
@@ -417,7 +415,7 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
     names = ("images", "success", "distance", "loss", "radius")
-    parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
+    parts: Plain = {name: put(getattr(best, name), getattr(found, name)) for name in names}
     return replace(
         best,
         **parts,
@@ -433,7 +431,7 @@ def joined(parts: list[AttackResult]) -> AttackResult:
     """Concatenate the results of several batches."""
     if len(parts) == 1:
         return parts[0]
-    tensors: dict[str, Any] = {
+    tensors: Plain = {
         item.name: torch.cat([getattr(part, item.name) for part in parts])
         for item in fields(AttackResult)
         if isinstance(getattr(parts[0], item.name), Tensor)
@@ -492,7 +490,7 @@ def attack_labels(
     """Attack as adapters do: ``labels`` are the true classes or, if ``targeted``, the target
     classes. A targeted attack uses the model's predictions as true classes, which matter only to
     objectives that compare the two."""
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = Generator(x.device).manual_seed(seed)
     if not targeted:
         return attack(model, x, labels, generator=generator)
     with torch.no_grad(), as_found(model, x.device):

@@ -40,7 +40,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from wball import inputs
@@ -517,7 +517,7 @@ class GradientAttack(Attack):
             raise ValueError(f"clearly must be in [0, 1), got {self.clearly}")
 
     @abstractmethod
-    def init(self, batch: AttackBatch, generator: torch.Generator) -> State:
+    def init(self, batch: AttackBatch, generator: Generator) -> State:
         """The first candidates, and what the steps need."""
 
     @abstractmethod
@@ -525,11 +525,11 @@ class GradientAttack(Attack):
         """The next candidates, from the gradient at those of ``state`` (which may be
         overwritten)."""
 
-    def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
+    def gradient(self, batch: AttackBatch, state: Any, generator: Generator) -> Tensor:
         """The gradient at the candidates, which are also offered."""
         return batch.gradient(state)
 
-    def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
+    def run(self, batch: AttackBatch, generator: Generator) -> None:
         """Run all steps, dropping images that are broken."""
         loop, replay, device = Loop(self, batch, generator), None, batch.x.device
         wanted = device.type in RECORDERS and not loop.state.reads_host
@@ -561,7 +561,7 @@ class GradientAttack(Attack):
                 loop.step()
 
     def attack_batch(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+        self, task: Task, generator: Generator, progress: StepCount | None = None
     ) -> AttackResult:
         if len(task) == 0:
             return empty(task.x)
@@ -602,7 +602,7 @@ class SteppedAttack(GradientAttack):
         if not 0 <= self.noise < math.inf:
             raise ValueError(f"noise must be >= 0 and finite, in pixel values, got {self.noise}")
 
-    def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
+    def gradient(self, batch: AttackBatch, state: Any, generator: Generator) -> Tensor:
         if self.noise == 0:
             return batch.gradient(state)
         fading = 1 - state.n_steps / max(1, self.steps - 1)
@@ -616,9 +616,7 @@ class SteppedAttack(GradientAttack):
 class Loop:
     """The state that one step of an attack reads and changes."""
 
-    def __init__(
-        self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
-    ) -> None:
+    def __init__(self, attack: GradientAttack, batch: AttackBatch, generator: Generator) -> None:
         self.attack, self.batch, self.generator = attack, batch, generator
         self.state = self._checked(attack.init(batch, generator))
         self.gradient = attack.gradient(batch, self.state, generator)
@@ -676,7 +674,7 @@ class Loop:
         self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
-def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
+def normal(like: Tensor, generator: Generator, count: int | None = None) -> Tensor:
     """Standard normal noise shaped like the images, or ``count`` such tensors. The noise depends
     only on the generator, not on the device."""
     shape = like.shape if count is None else (count, *like.shape)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from wball import inputs
@@ -96,7 +96,7 @@ class DecisionSearch(GradientAttack):
     def per_step(self) -> int:
         return self.directions + len(SHRINK) + 1
 
-    def init(self, batch: AttackBatch, generator: torch.Generator) -> _Boundary:
+    def init(self, batch: AttackBatch, generator: Generator) -> _Boundary:
         x, ball = batch.x, batch.ball
         low, high = ball.box or (0.0, 1.0)
         none = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
@@ -110,7 +110,7 @@ class DecisionSearch(GradientAttack):
             self._try(state, b, [spread_eps(ball, none) * factor for factor in STARTS])
         return state
 
-    def gradient(self, batch: AttackBatch, state: _Boundary, generator: torch.Generator) -> Tensor:
+    def gradient(self, batch: AttackBatch, state: _Boundary, generator: Generator) -> Tensor:
         batch.offer(state)
         size = per_image(state.noise.to(state.x), state.x)
         noise = state.reachable * normal(state.x, generator, self.directions)
@@ -167,7 +167,7 @@ def spread_eps(ball: Ball, like: Tensor) -> Tensor:
     return torch.as_tensor(ball.eps, dtype=like.dtype, device=like.device).expand_as(like)
 
 
-def _shapes(x: Tensor, generator: torch.Generator) -> list[Tensor]:
+def _shapes(x: Tensor, generator: Generator) -> list[Tensor]:
     """Shapes that mass may drift towards: other images of the batch, and smooth random clouds."""
     others = [x.roll(shift, 0) - x for shift in range(1, CLOUDS + 1)]
     clouds = []

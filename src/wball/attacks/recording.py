@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from wball.plan import StoredPlan
 
@@ -36,7 +36,7 @@ Replay = Callable[[], None]
 _streams = threading.local()
 
 
-def cuda_graph(function: Replay, device: torch.device, generator: torch.Generator) -> Replay:
+def cuda_graph(function: Replay, device: torch.device, generator: Generator) -> Replay:
     """Record the launches of ``function`` as one CUDA graph. Calls from other threads are not
     recorded."""
     # One stream for all recordings of a thread: matrix products keep memory for every stream.
@@ -70,9 +70,7 @@ def cuda_graph(function: Replay, device: torch.device, generator: torch.Generato
     return graph.replay
 
 
-RECORDERS: dict[str, Callable[[Replay, torch.device, torch.Generator], Replay]] = {
-    "cuda": cuda_graph
-}
+RECORDERS: dict[str, Callable[[Replay, torch.device, Generator], Replay]] = {"cuda": cuda_graph}
 """How the work of a function is recorded, by type of device."""
 
 
@@ -103,7 +101,7 @@ class Recording:
         generator: the source of randomness.
     """
 
-    def __init__(self, step: Replay, owners: Sequence[object], generator: torch.Generator) -> None:
+    def __init__(self, step: Replay, owners: Sequence[object], generator: Generator) -> None:
         self._step, self._generator = step, generator
         self._owned = [(owner, name) for owner in owners for name in vars(owner)]
         self._before = [tensors_in(getattr(*slot)) for slot in self._owned]
@@ -179,7 +177,7 @@ class Recording:
 
 
 def recorded(
-    step: Replay, owners: Sequence[object], device: torch.device, generator: torch.Generator
+    step: Replay, owners: Sequence[object], device: torch.device, generator: Generator
 ) -> Replay | None:
     """Run a step and return its replay, or ``None`` with a warning if it cannot be recorded."""
     recording = Recording(step, owners, generator)

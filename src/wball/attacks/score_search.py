@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from wball import inputs
 from wball.attacks.base import AttackBatch, GradientAttack, into_box, normal
@@ -41,7 +41,7 @@ AT_ONCE = 8192
 """Images in one forward pass."""
 
 
-def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
+def reachable_pixels(ball: Ball, x: Tensor, generator: Generator) -> Tensor:
     """A mask of the pixels that the ball lets change, found by moving mass along random
     potentials."""
     return (ball.oracle(x)(normal(x, generator)).z != x).to(x)
@@ -98,7 +98,7 @@ class ScoreSearch(GradientAttack):
         """Number of forward passes per step."""
         return self.directions + 1
 
-    def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
+    def init(self, batch: AttackBatch, generator: Generator) -> _Tracked:
         x, oracle = batch.x, batch.ball.oracle(batch.x)
         zero = torch.zeros_like(x)
         others = batch.logits.scatter(1, batch.task.y[:, None], torch.inf)
@@ -114,7 +114,7 @@ class ScoreSearch(GradientAttack):
         state.noise = self.noise * (high - low) * reachable_pixels(batch.ball, x, generator)
         return state
 
-    def gradient(self, batch: AttackBatch, state: _Tracked, generator: torch.Generator) -> Tensor:
+    def gradient(self, batch: AttackBatch, state: _Tracked, generator: Generator) -> Tensor:
         logits = batch.offer(state)
         scores, z = logits.gather(1, state.classes), state.z
         asked = into_box(z + state.noise * normal(z, generator, self.directions), batch.ball.box)

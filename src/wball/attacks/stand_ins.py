@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from wball.model import Model, ask
+from wball.provenance import Plain
 
 Function = Callable[..., Any]
 
@@ -132,7 +133,7 @@ class _Mode(TorchFunctionMode):
         func: Function,
         types: Any,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Plain | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in CHOOSE_CLASS and args and isinstance(args[0], Tensor):
@@ -165,7 +166,7 @@ class _Mode(TorchFunctionMode):
                     return _carry(value, same)
         return value
 
-    def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Function, args: tuple[Any, ...], kwargs: Plain) -> Any:
         """Call a function, and attach a gradient to its result if it has none."""
         value = func(*args, **kwargs)
         if not isinstance(value, Tensor) or not args:
@@ -178,9 +179,7 @@ class _Mode(TorchFunctionMode):
         return value
 
 
-def _stand_in(
-    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
-) -> Tensor:
+def _stand_in(func: Function, args: tuple[Any, ...], kwargs: Plain, value: Tensor) -> Tensor:
     """Attach the gradient of a smooth stand-in to the result of a function, if there is one."""
     first = _shadow(args[0])
     if value.dtype == torch.bool and args[0].is_floating_point():

@@ -54,10 +54,10 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from wball import inputs
 from wball.attacks import control
@@ -78,6 +78,7 @@ from wball.attacks.score_search import ScoreSearch
 from wball.attacks.views import LOOKED_AT, View, best_view, find_signs, view_again
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
+from wball.provenance import Plain
 
 Version = Literal["standard", "fast"]
 
@@ -170,7 +171,7 @@ class StandardAttack(Attack):
             check_attack(attack)
         object.__setattr__(self, "extra", tuple(self.extra))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Plain:
         """The settings as plain data, with the number of the version and the list of members."""
         members = [str(member) for member in MEMBERS[self.version]]
         for attack in self.extra:
@@ -196,7 +197,7 @@ class StandardAttack(Attack):
             warnings.warn(message, ModelWarning, stacklevel=3)
 
     def prepared(
-        self, model: Model, x: Tensor, y: Tensor, known: dict[str, Any] | None = None
+        self, model: Model, x: Tensor, y: Tensor, known: Plain | None = None
     ) -> StandardAttack:
         """The attack with a fixed view of the model, for several calls on one model, such as at
         several radii."""
@@ -209,7 +210,7 @@ class StandardAttack(Attack):
             return replace(self, view=best_view(model, first, labels, self.ball))
 
     def attack_batch(
-        self, task: Task, generator: torch.Generator, progress: StepCount | None = None
+        self, task: Task, generator: Generator, progress: StepCount | None = None
     ) -> AttackResult:
         x = task.x
         if len(task) == 0:
@@ -277,7 +278,7 @@ class _Chain:
         attack: StandardAttack,
         view: View,
         task: Task,
-        generator: torch.Generator,
+        generator: Generator,
         progress: StepCount | None,
     ) -> None:
         self._attack, self._view, self._task = attack, view, task

@@ -31,10 +31,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from wball.attacks.attack import Task
@@ -52,6 +51,7 @@ from wball.model import (
     in_training,
     reached,
 )
+from wball.provenance import Plain
 
 SIGNS = 64
 """Images that :func:`find_signs` evaluates."""
@@ -128,7 +128,7 @@ class View:
     def is_useful(self) -> bool:
         return self.useful >= MOST
 
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Plain:
         """All but the model, as plain data."""
         return {name: value for name, value in vars(self).items() if name != "model"}
 
@@ -150,7 +150,7 @@ def _seen(model: Model, first: Tensor, random: bool) -> Model:
     return partial(_averaged, view) if random else view
 
 
-def view_again(model: Model, x: Tensor, known: dict[str, Any]) -> View:
+def view_again(model: Model, x: Tensor, known: Plain) -> View:
     """The view of a prepared model that :func:`best_view` has chosen on the same images."""
     seen = model if known["own"] else StandIns(model)
     return View(_seen(seen, x[:LOOKED_AT], known["random"]), **known)
@@ -198,7 +198,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 def _moved(ball: Ball, x: Tensor) -> Tensor:
     """Replace every other image by a point of its ball, as in an attack, where few pixels are
     exactly 0 or 1."""
-    points = ball.oracle(x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
+    points = ball.oracle(x)(normal(x, Generator(x.device).manual_seed(0))).z.to(x)
     points[::2] = x[::2]
     return points
 
@@ -217,7 +217,7 @@ def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> T
     best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
     if not bool(slope.any()):
         return best
-    draws = torch.Generator(x.device).manual_seed(0)
+    draws = Generator(x.device).manual_seed(0)
     shrink = min(1.0, (SHAKEN_PIXELS / x[0].numel()) ** 0.5)
     for size in SHAKEN:
         asked = into_box(x + shrink * size * normal(x, draws, DIRECTIONS), ball.box)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 
@@ -22,7 +22,7 @@ class RandomCropFlip:
     padding: int = 4
     flip: bool = True
 
-    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(self, x: Tensor, generator: Generator | None = None) -> Tensor:
         """Augment ``x`` (``generator``: on ``x``'s device)."""
         batch, channels, height, width = x.shape
 
@@ -54,7 +54,7 @@ class RandomAffine:
 
     amount: float = 1.0
 
-    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(self, x: Tensor, generator: Generator | None = None) -> Tensor:
         """Augment ``x`` (``generator``: on ``x``'s device)."""
         draws = torch.rand(4, x.shape[0], device=x.device, generator=generator)
         angle, wide, high, shear = (2 * draws - 1) * self.amount
@@ -80,7 +80,7 @@ class RandomCutout:
 
     size: int
 
-    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(self, x: Tensor, generator: Generator | None = None) -> Tensor:
         """Augment ``x`` (``generator``: on ``x``'s device)."""
 
         def covered(length: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from wball import inputs
-from wball.data.tensors import PathLike, from_array, to_tensors
+from wball.data.tensors import Labelled, PathLike, from_array, to_tensors
 
 _NO_CLASS = ("__MACOSX", "__pycache__")
 """Folders that other programs create."""
@@ -142,9 +142,7 @@ def load_folder(
     return x.to(device), y.to(device), folder.classes
 
 
-def read_items(
-    data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None
-) -> tuple[Tensor, Tensor]:
+def read_items(data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None) -> Labelled:
     """Read items of a data set as ``(x, y)``.
 
     The error names the first item that cannot be read or does not have the ``shape`` of item 0.
@@ -162,7 +160,7 @@ def read_items(
     return torch.cat(images), torch.cat(labels)
 
 
-def read_item(data: Any, k: int) -> tuple[Tensor, Tensor]:
+def read_item(data: Any, k: int) -> Labelled:
     """Item ``k`` of a data set as a batch of one; errors name the item."""
     name = item_name(data, k)
     try:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.data.tensors import PathLike
+from wball.data.tensors import Labelled, PathLike
 
 Split = Literal["train", "test"]
 
@@ -96,7 +96,7 @@ def load_dataset(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+) -> Labelled:
     """Load a split as ``(x, y)`` on ``device``.
 
     Args:
@@ -126,9 +126,7 @@ def load_dataset(
     return pixels.to(device).to(dtype).div_(255), labels.to(device=device, dtype=torch.long)
 
 
-def load_sample(
-    name: str = "mnist", *, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
+def load_sample(name: str = "mnist", *, device: torch.device | str = "cpu") -> Labelled:
     """Load the bundled images: 1,000 of MNIST's test set, or 20 per class of CIFAR-10's.
 
     >>> x, y = load_sample("mnist")
@@ -154,7 +152,7 @@ def load_sample(
     return inputs.as_pixels(x.to(device)), y.to(device=device, dtype=torch.long)
 
 
-def _unpacked(content: bytes) -> tuple[Tensor, Tensor]:
+def _unpacked(content: bytes) -> Labelled:
     """Decode the sample: labels, then differences of neighbours, red and blue relative to green."""
     stored = np.frombuffer(lzma.decompress(content), np.uint8)
     count = len(stored) // _CIFAR10_BYTES
@@ -202,7 +200,7 @@ def read_idx(path: PathLike) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, np.uint8).reshape(shape))
 
 
-def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
+def read_cifar10(path: PathLike) -> Labelled:
     """Read the images (bytes, ``N x 3 x 32 x 32``) and labels of one file of CIFAR-10's binary
     version."""
     content = np.fromfile(path, np.uint8)
@@ -215,7 +213,7 @@ def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
 
-def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> Labelled:
     prefix = "train" if split == "train" else "t10k"
     image_path = _find(info, root, _idx_names(f"{prefix}-images", 3))
     label_path = _find(info, root, _idx_names(f"{prefix}-labels", 1))
@@ -231,7 +229,7 @@ def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, 
     return images[:, None], labels.long()
 
 
-def _load_cifar10(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+def _load_cifar10(info: DatasetInfo, root: PathLike, split: Split) -> Labelled:
     names = [f"data_batch_{i}.bin" for i in range(1, 6)] if split == "train" else ["test_batch.bin"]
     parts = []
     for name in names:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from wball.data.tensors import PathLike
+from wball.data.tensors import Labelled, PathLike
 
 NAMES = (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels"))
 """Names of the arrays. Two arrays with other names are told apart by their dimensions."""
@@ -36,7 +36,7 @@ class _Array(NamedTuple):
         return torch.from_numpy(row.astype(self.dtype.newbyteorder("=")))
 
 
-class NpzFile(Dataset[tuple[Tensor, Tensor]]):
+class NpzFile(Dataset[Labelled]):
     """An ``.npz`` file of images and labels as a data set of ``(image, label)``.
 
     Images whose channels can only be last, ``(N, H, W, C)``, are returned with channels first.
@@ -77,7 +77,7 @@ class NpzFile(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self._images.shape[0]
 
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, k: int) -> Labelled:
         image = self._images.row(k)
         return (image.movedim(-1, 0) if self._last else image), self._labels.row(k)
 

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from wball import inputs
 
 PathLike = str | os.PathLike[str]
+Labelled = tuple[Tensor, Tensor]
+"""Images and their labels."""
 
 # Names of images and labels in the dictionaries of public data sets.
 _IMAGE_NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
@@ -21,12 +23,12 @@ _LABEL_NAMES = ("label", "labels", "y", "target", "targets")
 
 
 def to_tensors(
-    data: Dataset[Any] | DataLoader[Any] | Iterable[Any] | tuple[Tensor, Tensor],
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any] | Labelled,
     *,
     limit: int | None = None,
     device: torch.device | str | None = None,
     items: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Labelled:
     """Convert any source of images and labels to ``(x, y)``.
 
     Args:

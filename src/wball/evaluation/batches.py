@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from wball import inputs
 from wball.attacks import Attack, AttackResult, AttackStatus, StandardAttack, minimal_radius
@@ -42,7 +42,8 @@ from wball.evaluation.stream import Stream
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar, duration, notice
-from wball.storage.files import Log, as_bytes, json_checksum, read_tensors, write_tensors
+from wball.provenance import Plain
+from wball.storage.files import Log, Tensors, as_bytes, json_checksum, read_tensors, write_tensors
 
 CPU_BATCH = 50
 STEPS_TIMED, SURVIVING = 3, 0.4
@@ -77,8 +78,8 @@ class _Batch:
 
     x: Tensor
     y: Tensor
-    state: dict[str, Tensor]
-    notes: dict[str, Any]
+    state: Tensors
+    notes: Plain
 
     def count(self, code: str, images: int) -> None:
         """Record the number of images on which a finding was seen, at the radius where it was seen
@@ -106,7 +107,7 @@ class Batches:
     data: Stream
     ball: Ball
     attack: Attack
-    settings: dict[str, Any]
+    settings: Plain
     store: Path
     log: Log
 
@@ -236,14 +237,14 @@ class Batches:
             "logits": logits,
         }
         work = {"done": 0, "attacked": False, "tried": 0, "view": None}
-        found: dict[str, Any] = {"rejected": [], "findings": {}, "disagreements": []}
+        found: Plain = {"rejected": [], "findings": {}, "disagreements": []}
         return _Batch(x, y, state, {**self._identity(number), **work, **found})
 
-    def _identity(self, number: int) -> dict[str, Any]:
+    def _identity(self, number: int) -> Plain:
         """What marks the files of this batch of this run."""
         return {"run": json_checksum(self.settings), "batch": number}
 
-    def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _read(self, number: int) -> tuple[Tensors, Plain]:
         """Read a stored batch. Raises ``ValueError`` if the file is not this batch of this run."""
         state, notes = read_tensors(self.path(number))
         identity = self._identity(number)
@@ -253,7 +254,7 @@ class Batches:
         return {name: inputs.as_pixels(values) for name, values in state.items()}, notes
 
     @contextmanager
-    def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
+    def _randomness(self, batch: int, stage: int) -> Iterator[Generator]:
         """A generator seeded for this batch and stage; seeds PyTorch's global random state as
         well."""
         entropy = [int(self.settings["seed"]), batch, stage]
@@ -261,7 +262,7 @@ class Batches:
         device = self.data.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            yield torch.Generator(device).manual_seed(seed)
+            yield Generator(device).manual_seed(seed)
 
     def _clean_logits(self, number: int, x: Tensor) -> Tensor:
         with self._randomness(number, len(self.radii) + 1):
@@ -277,7 +278,7 @@ class Batches:
             self._save(batch)
         return attack
 
-    def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
+    def _attack(self, attack: Attack, batch: _Batch, generator: Generator) -> None:
         """Attack the unbroken images of a batch, and record the valid examples."""
         left = batch.state["distance"].isinf().nonzero().squeeze(1)  # without an example
         if left.numel() == 0:
@@ -356,7 +357,7 @@ class Batches:
             plan=claims.proof,
             exact="sample",
             sample=self._sampled(number),
-            generator=torch.Generator().manual_seed(int(self.settings["seed"])),
+            generator=Generator().manual_seed(int(self.settings["seed"])),
             workers=workers,
         )
         planned = torch.zeros_like(report.valid)
@@ -427,8 +428,8 @@ class Batches:
 
     def joined(self, begun: Mapping[str, Any]) -> Evaluation:
         """Join all batches into the whole evaluation, after every batch is done."""
-        columns: list[dict[str, Tensor]] = []
-        rejected: list[dict[str, Any]] = []
+        columns: list[Tensors] = []
+        rejected: list[Plain] = []
         seen: Counter[str] = Counter()
         disagreements: list[int] = []
         for batch in range(self.count):
@@ -498,7 +499,7 @@ class Batches:
         random = np.random.default_rng([int(self.settings["seed"]), len(found)])
         return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))]
 
-    def _smallest_radius(self, whole: dict[str, Tensor]) -> Tensor:
+    def _smallest_radius(self, whole: Tensors) -> Tensor:
         """The smallest evaluated radius of each example, by its distance."""
         distance = whole["distance"]
         radius = torch.where(distance == 0, distance, whole["found_at"])
@@ -524,7 +525,7 @@ class FunctionAttack(Attack):
     def n_gradients(self) -> int:
         return 0
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Plain:
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return {**super().describe(), "function": name}
 
@@ -545,7 +546,7 @@ class FunctionAttack(Attack):
 def smallest(attack: Attack, model: Model, x: Tensor, y: Tensor) -> Tensor:
     """Examples at the smallest radii that an attack finds."""
     seed = int(torch.randint(2**62, ()))  # each batch has its own random state
-    generator = torch.Generator(x.device).manual_seed(seed)
+    generator = Generator(x.device).manual_seed(seed)
     hi = float(attack.ball.eps)
     return minimal_radius(model, x, y, attack, hi=hi, generator=generator).images
 

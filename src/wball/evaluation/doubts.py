@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from wball.attacks.control import drifted
 from wball.attacks.findings import Finding
@@ -94,7 +94,7 @@ def check_certificates(
     assert isinstance(model, nn.Module)
     radius, method = result.images["certified"], result.settings["certify"]["method"]
     claimed = (radius > 0).nonzero().squeeze(1)
-    generator = torch.Generator().manual_seed(int(result.settings["seed"]))
+    generator = Generator().manual_seed(int(result.settings["seed"]))
     index = claimed[torch.randperm(len(claimed), generator=generator)[:CHECKED]].sort().values
     confirmed, unfollowed, reason, unconfirmed = 0, 0, "", list[int]()
     if index.numel():
@@ -138,7 +138,7 @@ def look_for_missed(
         return []
     centres, labels = data.take(alive)
     largest = ball.at(top)
-    generator = torch.Generator(data.device).manual_seed(int(result.settings["seed"]))
+    generator = Generator(data.device).manual_seed(int(result.settings["seed"]))
     fooled = torch.zeros(len(alive), dtype=torch.bool, device=data.device)
     for _ in range(SAMPLES):
         fooled |= misclassified(model, largest.sample(centres, generator), labels, size)

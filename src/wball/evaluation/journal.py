@@ -12,10 +12,9 @@ import time
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator
 
 from wball.attacks import Attack, AttackResult
 from wball.attacks.attack import STATUSES, StepCount, Task
@@ -23,12 +22,12 @@ from wball.attacks.base import Loop, plan_of_nothing
 from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.plan import FactoredPlan, Plan, StoredPlan
-from wball.provenance import fingerprint
-from wball.storage.files import DamagedFile, json_checksum, read_tensors, write_tensors
+from wball.provenance import Plain, fingerprint
+from wball.storage.files import DamagedFile, Tensors, json_checksum, read_tensors, write_tensors
 
 SAVE_EVERY = 10.0
 """Seconds of work that may be lost."""
-FORMS: dict[str, Any] = {form.__name__: form for form in (FactoredPlan, Plan)}
+FORMS: Plain = {form.__name__: form for form in (FactoredPlan, Plan)}
 TENSORS = [field.name for field in fields(AttackResult) if "Tensor" in str(field.type)]
 
 
@@ -41,17 +40,15 @@ class Journal:
         run: identifies the run, the batch and the radius. Files of another run are not read.
     """
 
-    def __init__(self, start: Path, ball: Ball, run: dict[str, Any]) -> None:
+    def __init__(self, start: Path, ball: Ball, run: Plain) -> None:
         self._start, self._ball, self._run = start, ball, run
         self._count, self._saved, self._asked = 0, time.monotonic(), run
-        self._new: list[tuple[Path, dict[str, Tensor], dict[str, Any]]] = []
+        self._new: list[tuple[Path, Tensors, Plain]] = []
 
     def _path(self, name: str) -> Path:
         return self._start.with_name(f"{self._start.name}-{name}.safetensors")
 
-    def _read(
-        self, path: Path, run: dict[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def _read(self, path: Path, run: Plain) -> tuple[Tensors, Plain] | None:
         """A file of this run, if there is one."""
         with suppress(DamagedFile, FileNotFoundError):
             stored, notes = read_tensors(path)
@@ -60,7 +57,7 @@ class Journal:
         return None
 
     def __call__(
-        self, attack: Attack, task: Task, generator: torch.Generator, progress: StepCount | None
+        self, attack: Attack, task: Task, generator: Generator, progress: StepCount | None
     ) -> AttackResult:
         """The stored result of the attack on ``task``, or that of running it now."""
         path = self._path(f"{self._count:04d}")
@@ -105,15 +102,13 @@ class Journal:
         return due
 
 
-def _randomness(generator: torch.Generator, device: torch.device) -> dict[str, Tensor]:
+def _randomness(generator: Generator, device: torch.device) -> Tensors:
     """The states of the generators that an attack and a model draw from."""
     states = {"generator": generator.get_state(), "torch": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def _set_randomness(
-    states: dict[str, Tensor], generator: torch.Generator, device: torch.device
-) -> None:
+def _set_randomness(states: Tensors, generator: Generator, device: torch.device) -> None:
     generator.set_state(states["generator"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
@@ -122,15 +117,15 @@ def _set_randomness(
 
 def _restored(
     task: Task,
-    generator: torch.Generator,
+    generator: Generator,
     ball: Ball,
-    stored: dict[str, Tensor],
-    notes: dict[str, Any],
+    stored: Tensors,
+    notes: Plain,
 ) -> AttackResult:
     """The result that :func:`_packed` packed. The random state is that after it."""
     _set_randomness(stored, generator, task.x.device)
     here = {name: value.to(task.x.device) for name, value in stored.items()}
-    parts: dict[str, Any] = {name: here[name] for name in TENSORS if name in here}
+    parts: Plain = {name: here[name] for name in TENSORS if name in here}
     status = tuple(STATUSES[k] for k in stored["status"].tolist())
     findings = tuple(Finding(*finding) for finding in notes["findings"])
     found = AttackResult(**parts, status=status, kernel=notes["kernel"], findings=findings)
@@ -142,9 +137,7 @@ def _restored(
     return replace(found, proof=plan.with_tensors(tensors))
 
 
-def _packed(
-    found: AttackResult, generator: torch.Generator, run: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _packed(found: AttackResult, generator: Generator, run: Plain) -> tuple[Tensors, Plain]:
     """A result as tensors and plain data, with the random state after it."""
     parts = {name: getattr(found, name) for name in TENSORS}
     tensors = {name: value for name, value in parts.items() if value is not None}

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from wball.evaluation.result import COLUMNS, Evaluation, load_evaluation
 from wball.evaluation.run import OtherSettings, difference, different_key
-from wball.storage.files import json_checksum
+from wball.storage.files import PathLike, Tensors, json_checksum
 
 FREE = {"data", "answers"}
 """Settings that may differ between parts."""
 
 
-def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> Evaluation:
+def merge_evaluations(parts: Sequence[Evaluation | PathLike]) -> Evaluation:
     """Join evaluations of several parts of a data set, in the given order.
 
     Args:
@@ -91,7 +91,7 @@ def _check_same(name: str, first: Evaluation, other_name: str, other: Evaluation
             raise OtherSettings(f"{other_name} has images of a different {key} than {name}")
 
 
-def _joined(parts: Sequence[Mapping[str, Tensor]], starts: Sequence[int]) -> dict[str, Tensor]:
+def _joined(parts: Sequence[Mapping[str, Tensor]], starts: Sequence[int]) -> Tensors:
     """Tensors of the parts, concatenated; positions of images are those in the whole."""
     stored: list[dict[str, Any]] = [
         {**part, "index": part["index"] + start}
@@ -101,7 +101,7 @@ def _joined(parts: Sequence[Mapping[str, Tensor]], starts: Sequence[int]) -> dic
     return {name: torch.cat([part[name] for part in stored]) for name in (stored or [{}])[0]}
 
 
-def _joined_exhibit(parts: Sequence[Evaluation], starts: Sequence[int]) -> dict[str, Tensor]:
+def _joined_exhibit(parts: Sequence[Evaluation], starts: Sequence[int]) -> Tensors:
     """The gallery of all parts, and the baseline of the first."""
     gallery = [
         {k: part.exhibit[k] for k in ("index", "original")} for part in parts if part.exhibit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,7 +27,10 @@ from wball.evaluation.requirements import (
     confidence_interval,
 )
 from wball.inputs import as_pixels
+from wball.provenance import Plain
 from wball.storage.files import (
+    PathLike,
+    Tensors,
     as_bytes,
     json_checksum,
     read_json,
@@ -360,7 +362,7 @@ class Evaluation(Summarised):
         )
 
     @property
-    def baseline(self) -> dict[str, Any] | None:
+    def baseline(self) -> Plain | None:
         """Accuracy without an attack, on up to 100 images: ``shifted`` by one pixel, and, by
         radius, at ``random`` points of the ball. ``None`` if it was not stored."""
         if "baseline" not in self.exhibit:
@@ -380,7 +382,7 @@ class Evaluation(Summarised):
         """Images of the sample whose certificate the independent checker did not confirm."""
         return list(self.verification["unconfirmed"]) if self.verification else []
 
-    def audit_summary(self) -> dict[str, Any]:
+    def audit_summary(self) -> Plain:
         """Numbers of claimed, valid and rejected examples, and the largest violations."""
         found = self.images["read_as"] >= 0
         ratio = self.images["distance"][found] / self.images["found_at"][found]
@@ -401,7 +403,7 @@ class Evaluation(Summarised):
             "certificates": None if self.verification is None else dict(self.verification),
         }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Plain:
         """The main numbers as plain data."""
         curve = [asdict(point) for point in self.curve()]
         for point in curve:
@@ -416,7 +418,7 @@ class Evaluation(Summarised):
             "audit": self.audit_summary(),
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Plain:
         """Everything except the pixels, as plain data."""
         return {
             "format": FORMAT,
@@ -450,7 +452,7 @@ class Evaluation(Summarised):
             return [PROOFS[k] for k in values]
         return [v if math.isfinite(v) else None for v in values]
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: PathLike) -> None:
         """Write ``results.json`` and the images beside it.
 
         The results are written last, and hold the checksums of the other files: images of another
@@ -463,7 +465,7 @@ class Evaluation(Summarised):
         self.save_explorer(folder)
         write_sealed(folder / RESULTS, {**self.to_dict(), "files": files})
 
-    def save_explorer(self, folder: str | os.PathLike[str]) -> None:
+    def save_explorer(self, folder: PathLike) -> None:
         """Write the images of the explorer (:func:`wball.explore`) beside the results."""
         if self.explorer:
             write_tensors(Path(folder) / EXPLORER, _packed(self.explorer), self._identity())
@@ -597,7 +599,7 @@ def exit_code(
     return 0 if all(e.check(requirements) for e in evaluations) else EXIT_REQUIREMENT
 
 
-def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
+def load_evaluation(path: PathLike) -> Evaluation:
     """Read an evaluation from its folder or its ``results.json``."""
     path = Path(path)
     file = path if path.suffix == ".json" else path / RESULTS
@@ -638,18 +640,18 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     return replace(found, explorer=_pixels(explorer)) if belongs else found
 
 
-def _images(path: Path, checksums: Mapping[str, str]) -> dict[str, Tensor]:
+def _images(path: Path, checksums: Mapping[str, str]) -> Tensors:
     """The images beside the results; none if the file is absent."""
     if not path.is_file():
         return {}
     return _pixels(read_tensors(path, checksums.get(path.name, "none"))[0])
 
 
-def _pixels(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _pixels(stored: Mapping[str, Tensor]) -> Tensors:
     return {name: as_pixels(values) for name, values in stored.items()}
 
 
-def _packed(images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _packed(images: Mapping[str, Tensor]) -> Tensors:
     return {name: as_bytes(values) for name, values in images.items()}
 
 

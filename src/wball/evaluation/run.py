@@ -12,7 +12,6 @@ The folder of an evaluation holds one run: the same call resumes it, and another
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import warnings
@@ -47,8 +46,10 @@ from wball.evaluation.result import (
 )
 from wball.evaluation.stream import Stream, open_stream
 from wball.model import Model, as_found, ask, check_classes, other_images
+from wball.provenance import Plain
 from wball.storage.files import (
     Log,
+    PathLike,
     check_file,
     clear_parts,
     grouped,
@@ -73,7 +74,7 @@ class Storage:
         overwrite: discard earlier results in the folder.
     """
 
-    folder: str | os.PathLike[str]
+    folder: PathLike
     overwrite: bool = False
 
 
@@ -106,7 +107,7 @@ def evaluate(
     *,
     certify: bool | str = False,
     exact: Literal["sample", "all"] = "sample",
-    out: str | os.PathLike[str] | Storage | None = None,
+    out: PathLike | Storage | None = None,
     name: str | Names | None = None,
     seed: int = 0,
     batch_size: int | None = None,
@@ -258,7 +259,7 @@ def _certificate(certify: bool | str, model: Model, x: Tensor) -> dict[str, str]
     return {"method": method, "plans": "full"}
 
 
-def _finish(batches: Batches, begun: dict[str, Any]) -> Evaluation:
+def _finish(batches: Batches, begun: Plain) -> Evaluation:
     """The joined batches, with the images for the report and all warnings."""
     model, data, ball = batches.model, batches.data, batches.ball
     result = batches.joined(begun)
@@ -384,7 +385,7 @@ def result_folder(storage: Storage | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
+def begin(folder: Path, run: Plain, any_batch_size: bool) -> None:
     """Record the run in the folder. If the folder already contains a run, it must be the same."""
     for name in (RESULTS, EXAMPLES, EXHIBIT):
         check_file(folder / name)
@@ -410,9 +411,7 @@ def or_overwrite() -> Iterator[None]:
         raise ValueError(f"{error}; {START_OVER}") from error
 
 
-def _check_run(
-    found: dict[str, Any], run: dict[str, Any], folder: Path, any_batch_size: bool
-) -> None:
+def _check_run(found: Plain, run: Plain, folder: Path, any_batch_size: bool) -> None:
     """Raise unless both runs are the same. The command may differ."""
     old, new = ({**r["settings"], **r["provenance"]} for r in (found, run))
     free = {"command", "answers", *(["batch_size"] if any_batch_size else [])}

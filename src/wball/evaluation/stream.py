@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from wball import inputs
 from wball.data import NpzFile, channels_last, read_items, source_name, to_tensors
+from wball.data.tensors import Labelled
 
 Box = tuple[float, float] | None
 AT_ONCE = 64
@@ -46,7 +47,7 @@ class Stream:
     def __init__(
         self,
         count: int,
-        read: Callable[[list[int]], tuple[Tensor, Tensor]],
+        read: Callable[[list[int]], Labelled],
         box: Box,
         device: torch.device,
         name: Callable[[int], str] = str,
@@ -60,7 +61,7 @@ class Stream:
     def __getitem__(self, index: slice | Tensor | Sequence[int]) -> Tensor:
         return self.take(index)[0]
 
-    def take(self, index: slice | Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+    def take(self, index: slice | Tensor | Sequence[int]) -> Labelled:
         """Images and labels at the given positions."""
         at = range(self._count)[index] if isinstance(index, slice) else index
         positions = at.tolist() if isinstance(at, Tensor) else list(at)
@@ -81,7 +82,7 @@ class Stream:
     def only(self, index: Sequence[int]) -> Stream:
         """A stream of a subset of the items."""
 
-        def read(part: list[int]) -> tuple[Tensor, Tensor]:
+        def read(part: list[int]) -> Labelled:
             return self._read([index[k] for k in part])
 
         return Stream(len(index), read, self.box, self.device, lambda k: self.name(index[k]))
@@ -144,7 +145,7 @@ def dataset_stream(data: Any, box: Box, device: torch.device) -> Stream:
     """Open a stream of a map-style data set. Errors name the item, or its file."""
     shape: list[tuple[int, ...]] = []
 
-    def read(index: list[int]) -> tuple[Tensor, Tensor]:
+    def read(index: list[int]) -> Labelled:
         x, y = read_items(data, index, shape[0] if shape else None)
         shape[:] = [tuple(x.shape[1:])]  # the first items are read first
         return x, y
@@ -165,7 +166,7 @@ def _of_arrays(x: Any, y: Any, box: Box, device: torch.device) -> Stream:
             "give x.transpose(0, 3, 1, 2) (or a tensor, if it is not)"
         )
 
-    def read(index: list[int]) -> tuple[Tensor, Tensor]:
+    def read(index: list[int]) -> Labelled:
         images, labels = (
             v[index] if isinstance(v, Tensor) else torch.from_numpy(np.array(v[index]))
             for v in (x, y)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from importlib import import_module, resources
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from wball.evaluation.result import Evaluation
+from wball.storage.files import PathLike
 
 if TYPE_CHECKING:
     from wball.evaluation.requirements import Requirement
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def write_report(
     evaluations: Evaluation | Sequence[Evaluation],
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     requirements: Sequence[str | Requirement] = (),
 ) -> Path:
@@ -66,7 +66,7 @@ def write_report(
     return path
 
 
-def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -> Path:
+def write_csv(evaluations: Sequence[Evaluation], path: PathLike) -> Path:
     """Write accuracies for spreadsheets, one line per model and radius, and return the path.
 
     ``images.csv`` beside it has one line per model and image, with the image's source.
@@ -82,7 +82,7 @@ def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -
 
 def write_junit(
     evaluations: Sequence[Evaluation],
-    path: str | os.PathLike[str],
+    path: PathLike,
     requirements: Sequence[str | Requirement] = (),
 ) -> Path:
     """Write as JUnit XML whether evaluations are reliable and meet requirements, and return the

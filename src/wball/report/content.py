@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from wball.evaluation.requirements import Comparison, Requirement
 from wball.evaluation.result import Evaluation
+from wball.provenance import Plain
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
 from wball.report.ranking import Ranking, median_distance, rank, ranking_csv
@@ -25,7 +25,7 @@ TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 def make_content(
     evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
-) -> dict[str, Any]:
+) -> Plain:
     """The variables of ``template.html``; ``data`` is passed to the script of the page.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.
@@ -102,7 +102,7 @@ def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
     return names
 
 
-def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
+def _run(e: Evaluation, name: str, reference: float) -> Plain:
     """The template variables of one evaluation."""
     at = reference if e.measured_at(reference) else e.radii[-1]
     median, bounded = median_distance(e)
@@ -118,7 +118,7 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
     }
 
 
-def _curve(e: Evaluation) -> dict[str, Any]:
+def _curve(e: Evaluation) -> Plain:
     """The values of the accuracy chart."""
     points = e.curve()
     if e.settings["mode"] == "minimal":
@@ -148,7 +148,7 @@ def _shows_images(e: Evaluation) -> bool:
     return "original" in e.exhibit and e.exhibit["original"].ndim == 4
 
 
-def _cards(e: Evaluation, run: int, count: int) -> list[dict[str, Any]]:
+def _cards(e: Evaluation, run: int, count: int) -> list[Plain]:
     """The gallery: broken images, smallest distance first, then those that survived or were
     misclassified. The template reads classes and radii from the evaluation."""
     if not _shows_images(e):
@@ -172,7 +172,7 @@ def _cards(e: Evaluation, run: int, count: int) -> list[dict[str, Any]]:
     return cards
 
 
-def _explorer(e: Evaluation) -> dict[str, Any] | None:
+def _explorer(e: Evaluation) -> Plain | None:
     """Images of the explorer at every radius, with the moves that lead to them."""
     if not _shows_images(e) or not e.explorer:
         return None

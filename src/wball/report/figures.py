@@ -8,7 +8,6 @@ embedded as text; the width is that of one column.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wball.evaluation.result import Evaluation
+from wball.provenance import Plain
 from wball.report.pictures import strongest
-from wball.storage.files import write_whole
+from wball.storage.files import PathLike, write_whole
 from wball.storage.names import file_name
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ BANDS = 3
 """Evaluations up to which intervals are drawn as bands."""
 MARKERS = "osD^vPX"
 FORMATS = ("pdf", "png", "svg")
-STYLE: dict[str, Any] = {
+STYLE: Plain = {
     "font.size": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,7 +53,7 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
     axes = figure.subplots()
     for k, e in enumerate(evaluations):
         points = e.curve()
-        style: dict[str, Any] = {
+        style: Plain = {
             "color": COLOURS[k % len(COLOURS)],
             "marker": MARKERS[k % len(MARKERS)],
         }
@@ -123,7 +123,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
 
 
 def save_figures(
-    evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf"
+    evaluations: Sequence[Evaluation], folder: PathLike, kind: str = "pdf"
 ) -> list[Path]:
     """Write all figures of the evaluations, as ``pdf``, ``png`` or ``svg``, and return the
     paths."""

@@ -25,8 +25,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from wball.inputs import as_pixels
-from wball.provenance import fingerprint
+from wball.provenance import Plain, fingerprint
 
+PathLike = str | os.PathLike[str]
+Tensors = dict[str, Tensor]
 LOGGER = logging.getLogger("wball")
 CHECKSUM = "sha256"
 _HEADER = "wball"
@@ -171,7 +173,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     write_json(path, {**content, CHECKSUM: json_checksum(content)})
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path) -> Plain:
     """Read what :func:`write_sealed` wrote, and verify the checksum."""
     content = read_json(path)
     found = content.pop(CHECKSUM, None) if isinstance(content, dict) else None
@@ -199,7 +201,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) 
     return checksum
 
 
-def read_tensors(path: Path, checksum: str | None = None) -> tuple[dict[str, Tensor], Any]:
+def read_tensors(path: Path, checksum: str | None = None) -> tuple[Tensors, Any]:
     """Read what :func:`write_tensors` wrote. With ``checksum``, the file must have that
     checksum."""
     try:

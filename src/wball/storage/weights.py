@@ -8,7 +8,6 @@ and its names may have, or lack, prefixes such as ``module.`` of a wrapper.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +20,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from wball.storage.files import CHECKSUM, tensor_checksum, write_whole
+from wball.storage.files import CHECKSUM, PathLike, Tensors, tensor_checksum, write_whole
 
-StateDict = dict[str, Tensor]
+StateDict = Tensors
 Model = TypeVar("Model", bound=nn.Module)
 
 # Keys under which public training scripts store the weights.
@@ -41,7 +40,7 @@ _COUNTER = "num_batches_tracked"
 _AVERAGED = "n_averaged"  # of torch's AveragedModel, beside the weights
 
 
-def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
+def load_weights(model: Model, path: PathLike) -> Model:
     """Load a ``.safetensors``, ``.pth`` or ``.pt`` file into ``model``, in place, and return it.
 
     If a tensor is missing, unexpected or has a different shape, a ``ValueError`` names it and the
@@ -69,7 +68,9 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
     )
 
 
-def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save_weights(
+    model: nn.Module, path: PathLike, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write the model's weights as safetensors, atomically."""
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -79,7 +80,9 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         for name, value in _tensors_of(model).items()
     }
     # save_file would make a file that only its owner can read.
-    write_whole(path, save(tensors, metadata={CHECKSUM: tensor_checksum(tensors)}))
+    write_whole(
+        path, save(tensors, metadata={**(metadata or {}), CHECKSUM: tensor_checksum(tensors)})
+    )
 
 
 def _tensors_of(model: nn.Module) -> StateDict:

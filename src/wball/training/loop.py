@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -25,8 +24,16 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.display import Summarised
 from wball.progress import bar as progress_bar
-from wball.provenance import describe_settings
-from wball.storage.files import check_file, clear_parts, locked, write_tensors, write_whole
+from wball.provenance import Plain, describe_settings
+from wball.storage.files import (
+    PathLike,
+    Tensors,
+    check_file,
+    clear_parts,
+    locked,
+    write_tensors,
+    write_whole,
+)
 from wball.storage.weights import load_weights, save_weights
 from wball.training.config import OWN, Optimisation, TrainConfig
 from wball.training.losses import Loss, Radii, measure
@@ -44,7 +51,7 @@ from wball.training.state import (
 from wball.training.step import Augmentation, TrainingStep
 from wball.zoo.architectures import build_model
 
-Record = dict[str, Any]
+Record = Plain
 
 SAVED = ("step", "images", "seconds", "history")
 """Attributes of a run in its checkpoint."""
@@ -69,7 +76,7 @@ class TrainResult(Summarised):
 
     model: nn.Module
     history: list[Record]
-    card: dict[str, Any]
+    card: Plain
 
     def headline(self) -> dict[str, str]:
         return {"model": type(self.model).__name__, "epochs": str(len(self.history))}
@@ -83,12 +90,12 @@ def train(
     test: Any = None,
     *,
     model: nn.Module | Callable[[], nn.Module] | None = None,
-    init: str | os.PathLike[str] | None = None,
+    init: PathLike | None = None,
     teacher: nn.Module | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     augmentations: Sequence[Augmentation] = (),
     loss: Loss | None = None,
-    out: str | os.PathLike[str] | None = None,
+    out: PathLike | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
     time_limit: float | None = None,
@@ -158,7 +165,7 @@ def train(
     return _finished(run)
 
 
-def _folder(config: TrainConfig, out: str | os.PathLike[str] | None) -> Path | None:
+def _folder(config: TrainConfig, out: PathLike | None) -> Path | None:
     """The folder ``out``, in which all files of a run can be written."""
     if out is None:
         return None
@@ -242,7 +249,7 @@ class _Run:
         self.radii = None if schedule is None else Radii(schedule, images, device)
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
-        self.data: dict[str, Any] = {}
+        self.data: Plain = {}
         self.init: str | None = None
         self.own: Any = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -372,7 +379,7 @@ class _Run:
             "labels": zlib.crc32(images.labels.cpu().numpy().tobytes()),
         }
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
-        found: tuple[dict[str, Tensor], Any] | None = None
+        found: tuple[Tensors, Any] | None = None
         if path is not None and self.world.main and path.is_file():
             found = load_state(path)
         found = self.world.agreed(found)
@@ -384,7 +391,7 @@ class _Run:
         self._tick = time.perf_counter()
         self.progress()
 
-    def _resume(self, tensors: dict[str, Tensor], header: Any, path: str) -> None:
+    def _resume(self, tensors: Tensors, header: Any, path: str) -> None:
         _check_same(header["config"], describe_settings(self.config), path)
         self.init = self.init or header["init"]
         for name, title in IDENTITY.items():
@@ -407,7 +414,7 @@ class _Run:
         for name in SAVED:
             setattr(self, name, header[name])
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Plain:
         """The model card: description, last measurements and training settings."""
         last = self.history[-1] if self.history else {}
         measured = {
@@ -481,7 +488,7 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
 def _start(
     config: TrainConfig,
     model: nn.Module | Callable[[], nn.Module] | None,
-    init: str | os.PathLike[str] | None,
+    init: PathLike | None,
     device: torch.device,
 ) -> nn.Module:
     """The initial network of the training. What builds one draws from a seeded generator."""
@@ -514,7 +521,7 @@ def _seed(number: int, device: torch.device) -> None:
 def _optimizer(parameters: Iterable[nn.Parameter], options: Optimisation) -> torch.optim.Optimizer:
     """The optimizer of the settings."""
     weights = list(parameters)
-    shared: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    shared: Plain = {"lr": options.lr, "weight_decay": options.weight_decay}
     shared["fused"] = weights[0].is_cuda  # one launch for all parameters
     if options.method == "adamw":
         return torch.optim.AdamW(weights, **shared)
@@ -538,7 +545,7 @@ def _products(device: torch.device, precision: str) -> Iterator[None]:
         cudnn.allow_tf32 = before[1]
 
 
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _under(tensors: Tensors, prefix: str) -> Tensors:
     """The tensors below a prefix, without the prefix."""
     return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.data import is_map, labels_of, read_items, to_tensors
+from wball.data.tensors import Labelled
 from wball.model import as_found, ask, check_classes, other_images
 
 IN_MEMORY = 10**9
@@ -28,7 +29,7 @@ class TrainingImages:
 
     def __init__(self, data: Any, device: torch.device) -> None:
         self.device, self.dtype = device, torch.float32
-        self._read: Callable[[list[int]], tuple[Tensor, Tensor]] = partial(read_items, data)
+        self._read: Callable[[list[int]], Labelled] = partial(read_items, data)
         self._images: Tensor | None = None
         count = len(data) if is_map(data) else 0
         if isinstance(data, tuple) and hasattr(data[0], "survey"):
@@ -41,7 +42,7 @@ class TrainingImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, index: Tensor) -> Labelled:
         """Images and labels of the items ``index``."""
         if self._images is None:
             x = self._read(index.tolist())[0].to(self.device)
@@ -77,6 +78,6 @@ class TrainingImages:
         check_classes(name, self.labels, logits)
         return self
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def whole(self) -> Labelled:
         """All images and labels."""
         return self.batch(torch.arange(len(self), device=self.device))

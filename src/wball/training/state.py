@@ -27,25 +27,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch import distributed as dist
 
-from wball.storage.files import DamagedFile, grouped, rank_and_size, read_tensors, write_whole
+from wball.provenance import Plain
+from wball.storage.files import (
+    DamagedFile,
+    Tensors,
+    grouped,
+    rank_and_size,
+    read_tensors,
+    write_whole,
+)
 
 
 def generator(
     seed: int, purpose: str, number: int, device: torch.device | str = "cpu"
-) -> torch.Generator:
+) -> Generator:
     """A random generator for one purpose and one epoch or step.
 
     >>> generator(0, "order", 3).initial_seed() == generator(0, "order", 3).initial_seed()
     True
     """
     digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_state(path: Path) -> tuple[Tensors, Plain]:
     """The tensors and the header of a checkpoint."""
     try:
         return read_tensors(path)
@@ -55,7 +63,7 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimizer's tensors (momenta, second moments, counts) by name."""
     state = optimizer.state_dict()["state"]
     return {
@@ -66,9 +74,9 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
     """Restore the tensors saved by :func:`pack_optimizer`."""
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, Tensors] = {}
     for key, value in tensors.items():
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = value
@@ -107,7 +115,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
+def write_metrics(folder: Path, history: list[Plain]) -> None:
     """Write the records of all epochs as JSON lines. A run that resumes begins with those of its
     checkpoint, so that each epoch appears once, whatever happened to the file."""
     lines = "".join(json.dumps(record) + "\n" for record in history)

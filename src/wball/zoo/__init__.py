@@ -12,11 +12,11 @@ import json
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from wball.provenance import Plain
 from wball.storage.weights import load_weights
 from wball.zoo.architectures import build_model
 from wball.zoo.public import PublicModel, public_models
@@ -36,7 +36,7 @@ def list_models() -> list[str]:
     )
 
 
-def model_card(name: str) -> dict[str, Any]:
+def model_card(name: str) -> Plain:
     """The card of a model: architecture, data set and training; for public models also authors,
     source and licence.
 
@@ -56,7 +56,7 @@ def model_card(name: str) -> dict[str, Any]:
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
             f"{', '.join(public_models())}"
         )
-    card: dict[str, Any] = json.loads(
+    card: Plain = json.loads(
         (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8")
     )
     return card

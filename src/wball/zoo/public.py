@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from wball.fetch import fetch_file
-from wball.storage.files import locked
+from wball.storage.files import PathLike, locked
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PublicModel:
             "url": self.url,
         }
 
-    def weights(self, root: str | os.PathLike[str] | None = None) -> Path:
+    def weights(self, root: PathLike | None = None) -> Path:
         """The verified weights file, downloaded into the folder if it is not there yet."""
         folder = models_folder(root)
         target = folder / self.file
@@ -116,7 +116,7 @@ def public_models() -> dict[str, PublicModel]:
     return {entry["name"]: PublicModel(**entry) for entry in content}
 
 
-def models_folder(root: str | os.PathLike[str] | None = None) -> Path:
+def models_folder(root: PathLike | None = None) -> Path:
     """The folder of public models: ``root``, ``$WBALL_MODELS``, or one in the user's cache."""
     if root is not None:
         return Path(root)

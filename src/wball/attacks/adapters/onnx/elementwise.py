@@ -13,6 +13,7 @@ from wball.attacks.adapters.onnx.table import (
     OPERATORS,
     TYPES,
     Function,
+    Given,
     numbers,
     operator,
     together,
@@ -82,7 +83,7 @@ OPERATORS |= {
 
 
 @operator("Clip")
-def _clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+def _clip(x: Tensor, low: Given = None, high: Given = None) -> Tensor:
     ends = [None if end is None else end.item() for end in (low, high)]
     return x if ends == [None, None] else torch.clamp(x, ends[0], ends[1])
 
@@ -100,7 +101,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 def _reduction(run: Callable[[Tensor, list[int], bool], Tensor]) -> Function:
     def apply(
         x: Tensor,
-        given: Tensor | None = None,
+        given: Given = None,
         *,
         axes: list[int] | None,
         keepdims: int,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.adapters.onnx.table import OPERATORS, operator
+from wball.attacks.adapters.onnx.table import OPERATORS, Given, Ints, operator
 
 _CONVOLUTIONS: dict[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _AVERAGES: dict[int, Any] = {3: F.avg_pool1d, 4: F.avg_pool2d, 5: F.avg_pool3d}
@@ -20,9 +20,9 @@ _MAXIMA: dict[int, Any] = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}
 def _windows(
     x: Tensor,
     size: Sequence[int],
-    dilations: list[int] | None,
-    strides: list[int] | None,
-    pads: list[int] | None,
+    dilations: Ints,
+    strides: Ints,
+    pads: Ints,
     auto_pad: str,
 ) -> tuple[list[int], ...]:
     """Dilation and stride of windows of this size, and the padding before and after each axis."""
@@ -54,13 +54,13 @@ def _is_pooling(before: list[int], after: list[int], size: list[int]) -> bool:
 def _conv(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Given = None,
     *,
     auto_pad: str,
-    dilations: list[int] | None,
+    dilations: Ints,
     group: int,
-    pads: list[int] | None,
-    strides: list[int] | None,
+    pads: Ints,
+    strides: Ints,
 ) -> Tensor:
     size = weight.shape[2:]
     gaps, steps, before, after = _windows(x, size, dilations, strides, pads, auto_pad)
@@ -75,10 +75,10 @@ def _max_pool(
     *,
     auto_pad: str,
     ceil_mode: int | None,
-    dilations: list[int] | None,
+    dilations: Ints,
     kernel_shape: list[int],
-    pads: list[int] | None,
-    strides: list[int] | None,
+    pads: Ints,
+    strides: Ints,
 ) -> Tensor:
     gaps, steps, before, after = _windows(x, kernel_shape, dilations, strides, pads, auto_pad)
     if not _is_pooling(before, after, kernel_shape):
@@ -94,8 +94,8 @@ def _average_pool(
     ceil_mode: int | None,
     count_include_pad: int,
     kernel_shape: list[int],
-    pads: list[int] | None,
-    strides: list[int] | None,
+    pads: Ints,
+    strides: Ints,
 ) -> Tensor:
     pool = _AVERAGES[x.ndim]
     _, steps, before, after = _windows(x, kernel_shape, None, strides, pads, auto_pad)
@@ -122,7 +122,7 @@ OPERATORS |= {
 def _gemm(
     left: Tensor,
     right: Tensor,
-    bias: Tensor | None = None,
+    bias: Given = None,
     *,
     alpha: float,
     beta: float,
@@ -152,7 +152,7 @@ def _batch_norm(
 
 
 @operator("Dropout")
-def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = None) -> Tensor:
+def _dropout(x: Tensor, ratio: Given = None, training: Given = None) -> Tensor:
     if training is not None and bool(training):
         raise ValueError("Dropout is in training mode: export the model in evaluation mode")
     return x
@@ -160,7 +160,7 @@ def _dropout(x: Tensor, ratio: Tensor | None = None, training: Tensor | None = N
 
 @operator("LayerNormalization")
 def _layer_norm(
-    x: Tensor, scale: Tensor, bias: Tensor | None = None, *, axis: int, epsilon: float
+    x: Tensor, scale: Tensor, bias: Given = None, *, axis: int, epsilon: float
 ) -> Tensor:
     sizes = x.shape[axis:]
     bias = None if bias is None else bias.expand(sizes)

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.adapters.onnx.table import OPERATORS, TYPES, numbers, operator, together
+from wball.attacks.adapters.onnx.table import OPERATORS, TYPES, Given, numbers, operator, together
 
 
 def constant(value: Any) -> Tensor:
@@ -74,7 +74,7 @@ def _flatten(x: Tensor, *, axis: int) -> Tensor:
 
 
 @operator("Squeeze")
-def _squeeze(x: Tensor, axes: Tensor | None = None) -> Tensor:
+def _squeeze(x: Tensor, axes: Given = None) -> Tensor:
     return x.squeeze() if axes is None else x.squeeze(tuple(numbers(axes)))
 
 
@@ -87,7 +87,7 @@ def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
 
 
 @operator("Split")
-def _split(x: Tensor, sizes: Tensor | None = None, *, axis: int, count: int) -> Sequence[Tensor]:
+def _split(x: Tensor, sizes: Given = None, *, axis: int, count: int) -> Sequence[Tensor]:
     part = math.ceil(x.shape[axis] / count)
     return x.split(part if sizes is None else numbers(sizes), axis)
 
@@ -96,9 +96,7 @@ _PADDING = {"edge": "replicate", "reflect": "reflect", "wrap": "circular"}
 
 
 @operator("Pad")
-def _pad(
-    x: Tensor, pads: Tensor, fill: Tensor | None = None, axes: Tensor | None = None, *, mode: str
-) -> Tensor:
+def _pad(x: Tensor, pads: Tensor, fill: Given = None, axes: Given = None, *, mode: str) -> Tensor:
     both = numbers(pads)
     places = range(x.ndim) if axes is None else [k % x.ndim for k in numbers(axes)]
     sides = dict(
@@ -114,7 +112,7 @@ def _pad(
 
 @operator("Slice")
 def _slice(
-    x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor | None = None, steps: Tensor | None = None
+    x: Tensor, starts: Tensor, ends: Tensor, axes: Given = None, steps: Given = None
 ) -> Tensor:
     first, last = numbers(starts), numbers(ends)
     places, by = numbers(axes) or range(len(first)), numbers(steps) or [1] * len(first)

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+Ints = list[int] | None
+Given = Tensor | None
+"""An input that may be left out."""
 
 TYPES = {
     onnx.TensorProto.FLOAT: torch.float32,
