@@ -49,7 +49,6 @@ from wball.attacks.attack import (
     STATUSES,
     Attack,
     AttackResult,
-    AttackStatus,
     StepCount,
     Task,
     empty,
@@ -67,6 +66,9 @@ nothing."""
 DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
 """Share of the images that must be finished for that. A step on a smaller batch is recorded anew on
 a GPU."""
+
+FOUND, ALREADY_WRONG, SURVIVED, NO_GRADIENT = range(len(STATUSES))
+"""Positions in :data:`STATUSES`."""
 
 Objective = Callable[..., Tensor]
 AnyState = TypeVar("AnyState", bound="State")
@@ -308,15 +310,11 @@ class AttackBatch:
                 success[wrong] = task.take(wrong).judge(x[wrong])
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        survived, already_wrong = (
-            STATUSES.index(AttackStatus.SURVIVED),
-            STATUSES.index(AttackStatus.ALREADY_WRONG),
-        )
-        status = torch.where(success, already_wrong, survived)
+        status = torch.where(success, ALREADY_WRONG, SURVIVED)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         queries = steps + self.queries
         self._all = _Best(
-            x.clone(), success, zero, loss, steps, status, self._radius(self.ball), queries,
+            x.clone(), success, zero, loss, steps, status, spread_eps(ball, zero).clone(), queries,
             success.clone(),
         )  # fmt: skip
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
@@ -326,11 +324,6 @@ class AttackBatch:
     def x(self) -> Tensor:
         """The images that are still attacked."""
         return self.task.x
-
-    def _radius(self, ball: Ball) -> Tensor:
-        if isinstance(ball.eps, Tensor):
-            return ball.eps.to(self.x.device, torch.float64).expand(self.x.shape[0]).contiguous()
-        return torch.full((self.x.shape[0],), ball.eps, dtype=torch.float64, device=self.x.device)
 
     def reached(self, logits: Tensor) -> Tensor:
         """Which images' logits meet the goal of the attack."""
@@ -380,7 +373,7 @@ class AttackBatch:
         finite."""
         gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
         dead = (inputs.largest(gradient) == 0) & ~self._best.success
-        status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
+        status = torch.where(dead, NO_GRADIENT, self._best.status)
         self._best = self._best._replace(
             status=status, n_steps=self._best.n_steps + (~self._best.clear)
         )
@@ -418,7 +411,7 @@ class AttackBatch:
         better |= (success & ~best.success) | (clear & ~best.clear)
         if self.until_success:
             better = better & ~best.clear
-        status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
+        status = torch.where(success, FOUND, best.status)
         # Add the increment, which is the same at every step, so that the step can be recorded.
         queries, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
@@ -427,7 +420,9 @@ class AttackBatch:
             distance=torch.where(better, state.distance.to(best.distance), best.distance),
             loss=torch.where(better, loss, best.loss),
             status=torch.where(better, status, best.status),
-            radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
+            radius=torch.where(
+                best.success & ~better, best.radius, spread_eps(state.ball, best.radius)
+            ),
             queries=torch.where(best.clear, best.queries, queries)
             if self.until_success
             else queries,
@@ -681,6 +676,11 @@ def normal(like: Tensor, generator: Generator, count: int | None = None) -> Tens
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(
         like
     )
+
+
+def spread_eps(ball: Ball, like: Tensor) -> Tensor:
+    """The ball's radius, one per image."""
+    return torch.as_tensor(ball.eps, dtype=like.dtype, device=like.device).expand_as(like)
 
 
 def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:

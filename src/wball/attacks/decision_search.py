@@ -24,11 +24,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from wball import inputs
-from wball.attacks.base import AttackBatch, GradientAttack, State, into_box, normal
+from wball.attacks.base import AttackBatch, State, into_box, normal, spread_eps
 from wball.attacks.dual_averaging import START_NATS, normalised
-from wball.attacks.score_search import reachable_pixels
-from wball.ball import Ball
+from wball.attacks.score_search import QueryAttack, reachable_pixels
 from wball.inputs import per_image
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
@@ -65,36 +63,12 @@ class _Boundary(State):
 
 
 @dataclass(frozen=True)
-class DecisionSearch(GradientAttack):
-    """Black-box search by predicted labels alone, on any ball with an oracle.
+class DecisionSearch(QueryAttack):
+    """Black-box search by predicted labels alone, on any ball with an oracle."""
 
-    Attributes:
-        queries: forward passes per image, at most.
-        directions: noisy copies evaluated at each step.
-        step_size: in nats per step, see :class:`~wball.DualAveraging`.
-    """
-
-    queries: int = 5000
     directions: int = 40
-    step_size: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inputs.check_count("directions", self.directions, 2)
-        inputs.check_count("queries", self.queries, self.at_start + self.per_step)
-        inputs.check_positive("step_size", self.step_size)
-
-    @property
-    def n_gradients(self) -> int:
-        return (self.queries - self.at_start) // self.per_step
-
-    @property
-    def at_start(self) -> int:
-        return 2 + 2 * CLOUDS * len(STARTS)
-
-    @property
-    def per_step(self) -> int:
-        return self.directions + len(SHRINK) + 1
+    at_start = 2 + 2 * CLOUDS * len(STARTS)
+    beside = len(SHRINK) + 1
 
     def init(self, batch: AttackBatch, generator: Generator) -> _Boundary:
         x, ball = batch.x, batch.ball
@@ -160,11 +134,6 @@ class DecisionSearch(GradientAttack):
             state.distance = torch.where(found, distance, state.distance)
             state.kernel, nearer = point.kernel, nearer | closer
         return nearer
-
-
-def spread_eps(ball: Ball, like: Tensor) -> Tensor:
-    """The ball's radius, one per image."""
-    return torch.as_tensor(ball.eps, dtype=like.dtype, device=like.device).expand_as(like)
 
 
 def _shapes(x: Tensor, generator: Generator) -> list[Tensor]:

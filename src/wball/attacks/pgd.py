@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wball import inputs
 from wball.attacks.base import AttackBatch, State, SteppedAttack, distance_bound, into_box
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Projector, WassersteinBall
 from wball.cost import GridCost
-from wball.inputs import per_image
+from wball.inputs import check_choice, check_count, check_positive, per_image
 from wball.plan import Plan
 from wball.solvers.oracle import EntropicProjection
 
@@ -47,11 +46,11 @@ class GrowingRadius:
     every: int = 10
 
     def __post_init__(self) -> None:
-        if not inputs.check_positive("factor", self.factor) >= 1:
+        if not check_positive("factor", self.factor) >= 1:
             raise ValueError(
                 f"factor must be at least 1 so that the radius grows, got {self.factor}"
             )
-        inputs.check_count("every", self.every)
+        check_count("every", self.every)
 
     def at(self, eps: float | Tensor, step: int) -> float | Tensor:
         """The radius at a step, starting from ``eps``."""
@@ -99,17 +98,17 @@ class PGD(SteppedAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inputs.check_positive("reg", self.reg, inf=True)
-        inputs.check_positive("tol", self.tol)
-        inputs.check_count("max_iter", self.max_iter)
+        check_positive("reg", self.reg, inf=True)
+        check_positive("tol", self.tol)
+        check_count("max_iter", self.max_iter)
         if self.growth is not None and not isinstance(self.growth, GrowingRadius):
             raise TypeError(
                 f"growth must be a GrowingRadius(factor, every) or None, got {self.growth!r}"
             )
-        inputs.check_choice("mode", self.mode, ("exact", "paper"))
+        check_choice("mode", self.mode, ("exact", "paper"))
         if self.step_size is not None:
-            inputs.check_positive("step_size", self.step_size)
-        inputs.check_choice("step", self.step, ("linf", "l2", "wasserstein"))
+            check_positive("step_size", self.step_size)
+        check_choice("step", self.step, ("linf", "l2", "wasserstein"))
         paper = isinstance(self.ball, WassersteinBall) and math.isfinite(self.reg)
         if self.mode == "paper" and not paper:
             raise ValueError(
@@ -147,8 +146,8 @@ class PGD(SteppedAttack):
         >>> PGD.paper("mnist", "scripts").ball.cost
         GridCost(window=7, p=2.0)
         """
-        inputs.check_choice("dataset", dataset, ("mnist", "cifar10"))
-        inputs.check_choice("source", source, ("curves", "text", "scripts"))
+        check_choice("dataset", dataset, ("mnist", "cifar10"))
+        check_choice("source", source, ("curves", "text", "scripts"))
         eps, factor, steps, reg = (
             (0.3, 1.1, 200, 1000.0) if dataset == "mnist" else (0.001, 1.17, 400, 3000.0)
         )

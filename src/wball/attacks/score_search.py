@@ -22,6 +22,7 @@ to be almost linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -60,43 +61,49 @@ class _Tracked(Potentials):
 
 
 @dataclass(frozen=True)
-class ScoreSearch(GradientAttack):
-    """Search by scores alone, on any ball. ``result.queries`` counts the forward passes per image.
+class QueryAttack(GradientAttack):
+    """An attack that estimates gradients from forward passes, which ``result.queries`` counts.
 
     Attributes:
         queries: forward passes per image, at most.
         directions: noisy copies evaluated at each step.
         step_size: in nats per step, see :class:`~wball.DualAveraging`.
-        noise: standard deviation of the noise, in widths of the box (pixel values, where there is
-            none).
+        at_start: forward passes outside the steps: the clean image, the start, the last candidate.
+        beside: forward passes of a step beside those of its directions.
     """
 
     queries: int = 5000
     directions: int = 20
     step_size: float = 3.0
+    at_start: ClassVar[int] = 2
+    beside: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("directions", self.directions, 2)
+        least = self.at_start + self.directions + self.beside
+        inputs.check_count("queries", self.queries, least)
+        inputs.check_positive("step_size", self.step_size)
+
+    @property
+    def n_gradients(self) -> int:
+        return (self.queries - self.at_start) // (self.directions + self.beside)
+
+
+@dataclass(frozen=True)
+class ScoreSearch(QueryAttack):
+    """Search by scores alone, on any ball.
+
+    Attributes:
+        noise: standard deviation of the noise, in widths of the box (pixel values, where there is
+            none).
+    """
+
     noise: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inputs.check_count("directions", self.directions)
-        inputs.check_count("queries", self.queries, self.at_start + self.per_step)
-        inputs.check_positive("step_size", self.step_size)
         inputs.check_positive("noise", self.noise)
-
-    @property
-    def n_gradients(self) -> int:
-        return (self.queries - self.at_start) // self.per_step
-
-    @property
-    def at_start(self) -> int:
-        """Number of forward passes outside the steps: the clean image, the start, the last
-        candidate."""
-        return 2
-
-    @property
-    def per_step(self) -> int:
-        """Number of forward passes per step."""
-        return self.directions + 1
 
     def init(self, batch: AttackBatch, generator: Generator) -> _Tracked:
         x, oracle = batch.x, batch.ball.oracle(batch.x)

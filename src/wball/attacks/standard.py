@@ -77,7 +77,7 @@ from wball.attacks.findings import Finding, ModelWarning, merged
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.views import LOOKED_AT, View, best_view, find_signs, view_again
 from wball.ball import Ball
-from wball.model import Model, as_found, ask, check_classes, full_precision
+from wball.model import Model, as_found, ask, full_precision
 from wball.provenance import Plain
 
 Version = Literal["standard", "fast"]
@@ -216,12 +216,9 @@ class StandardAttack(Attack):
         if len(task) == 0:
             return replace(empty(x), member=torch.zeros(0, dtype=torch.long, device=x.device))
         with torch.no_grad():
-            outputs = ask(task.model, x[:1])
-        check_classes("y", task.y, outputs)
-        if task.target is not None:
-            check_classes("target", task.target, outputs)
+            classes = ask(task.model, x[:1]).shape[1]
         view = self.view or best_view(task.model, x, task.y, self.ball)
-        members = self.members(targeted=task.target is not None, classes=outputs.shape[1])
+        members = self.members(targeted=task.target is not None, classes=classes)
         chain = _Chain(self, view, task, generator, progress)
         for number, member in enumerate(members):
             start = chain.best.images if member.from_best and chain.best is not None else None

@@ -12,6 +12,7 @@ met only if the lower end of the interval meets it and the evaluation is reliabl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -83,6 +84,9 @@ class Requirement:
             return f"robust accuracy not worse than {self.baseline} at radius {self.eps:g}"
         kind = "certified" if self.certified else "robust"
         return f"{kind} accuracy of at least {100 * self.share:g} % at radius {self.eps:g}"
+
+
+Requirements = Sequence[str | Requirement]
 
 
 def _number(text: str) -> float | None:

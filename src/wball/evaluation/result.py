@@ -24,6 +24,7 @@ from wball.evaluation.requirements import (
     Decision,
     Interval,
     Requirement,
+    Requirements,
     confidence_interval,
 )
 from wball.inputs import as_pixels
@@ -588,9 +589,7 @@ def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
     ]
 
 
-def exit_code(
-    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
-) -> int:
+def exit_code(evaluations: Sequence[Evaluation], requirements: Requirements = ()) -> int:
     """0; 3 if a claim did not hold; 6 if there are doubts; 7 if a requirement is not met."""
     if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
         return EXIT_CLAIMS

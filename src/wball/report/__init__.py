@@ -13,14 +13,14 @@ from wball.evaluation.result import Evaluation
 from wball.storage.files import PathLike
 
 if TYPE_CHECKING:
-    from wball.evaluation.requirements import Requirement
+    from wball.evaluation.requirements import Requirements
 
 
 def write_report(
     evaluations: Evaluation | Sequence[Evaluation],
     path: PathLike,
     *,
-    requirements: Sequence[str | Requirement] = (),
+    requirements: Requirements = (),
 ) -> Path:
     """Write a report on one evaluation, or a comparison of several, and return its path.
 
@@ -83,7 +83,7 @@ def write_csv(evaluations: Sequence[Evaluation], path: PathLike) -> Path:
 def write_junit(
     evaluations: Sequence[Evaluation],
     path: PathLike,
-    requirements: Sequence[str | Requirement] = (),
+    requirements: Requirements = (),
 ) -> Path:
     """Write as JUnit XML whether evaluations are reliable and meet requirements, and return the
     path. Build servers show it beside the tests."""

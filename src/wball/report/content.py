@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from wball.evaluation.requirements import Comparison, Requirement
+from wball.evaluation.requirements import Comparison, Requirement, Requirements
 from wball.evaluation.result import Evaluation
 from wball.provenance import Plain
 from wball.report.classes import by_class
@@ -23,9 +23,7 @@ IMAGES = 200
 TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 
-def make_content(
-    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
-) -> Plain:
+def make_content(evaluations: Sequence[Evaluation], requirements: Requirements = ()) -> Plain:
     """The variables of ``template.html``; ``data`` is passed to the script of the page.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from wball.evaluation.exhibit import evenly
-from wball.evaluation.requirements import Interval
 from wball.evaluation.result import PLAN, CurvePoint, Evaluation
 from wball.storage.names import printable
 
@@ -35,23 +35,16 @@ class Row:
     """One model in the ranking.
 
     Attributes:
+        index: number of its evaluation.
+        name: its name.
         place: rank of the model, ``None`` if there are doubts about its evaluation.
         cells: accuracies at the radii of the table; ``None`` if a radius was not evaluated.
-        median: median distance of the adversarial examples, ``None`` without any.
-        bounded: whether some distances are upper bounds.
-        reliability: ``"yes"``, ``"no"`` or ``"quick look"``.
     """
 
     index: int
     name: str
     place: int | None
-    images: int
-    clean: float
-    clean_interval: Interval
     cells: tuple[CurvePoint | None, ...]
-    median: float | None
-    bounded: bool
-    reliability: str
 
 
 @dataclass(frozen=True)
@@ -91,12 +84,16 @@ def rank(
         return (not e.doubts, e.reliable, here, mean, e.clean_accuracy)
 
     order = sorted(range(len(evaluations)), key=lambda k: strength(evaluations[k]), reverse=True)
-    places = iter(range(1, len(order) + 1))
+    places, rows = count(1), []
+    for k in order:
+        e = evaluations[k]
+        cells = tuple(e.curve([r])[0] if e.measured_at(r) else None for r in shown)
+        rows.append(Row(k, names[k], None if e.doubts else next(places), cells))
     return Ranking(
         reference,
         reason,
         tuple(shown),
-        tuple(_row(evaluations[k], k, names[k], places, shown) for k in order),
+        tuple(rows),
         len({e.settings["data"]["sha256"] for e in evaluations}) == 1,
     )
 
@@ -156,15 +153,6 @@ def median_distance(e: Evaluation) -> tuple[float | None, bool]:
     distances = e.images["distance"][found]
     bounded = bool((e.images["proof"] == PLAN).any())
     return (float(distances.median()) if len(distances) else None), bounded
-
-
-def _row(
-    e: Evaluation, index: int, name: str, places: Iterator[int], shown: Sequence[float]
-) -> Row:
-    cells = tuple(e.curve([r])[0] if e.measured_at(r) else None for r in shown)
-    place, clean = None if e.doubts else next(places), e.clean_accuracy
-    ends = e.interval(clean)
-    return Row(index, name, place, len(e), clean, ends, cells, *median_distance(e), e.reliability)
 
 
 def _cell(text: str) -> str:

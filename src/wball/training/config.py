@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from wball import inputs
 from wball.attacks import Attack
 from wball.attacks.attack import check_attack
 from wball.ball import Ball, WassersteinBall
 from wball.cost import DenseCost
 from wball.data import dataset_info
+from wball.inputs import check_choice, check_count, check_eps, check_positive, check_seed
 from wball.zoo.architectures import architectures
 
 
@@ -55,9 +55,9 @@ class Optimisation:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
-        inputs.check_positive("lr", self.lr)
-        inputs.check_choice("method", self.method, ("sgd", "adamw"))
-        inputs.check_choice("schedule", self.schedule, ("constant", "step", "one-cycle"))
+        check_positive("lr", self.lr)
+        check_choice("method", self.method, ("sgd", "adamw"))
+        check_choice("schedule", self.schedule, ("constant", "step", "one-cycle"))
         if not 0 <= self.ema < 1:
             raise ValueError(
                 f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps"
@@ -66,9 +66,9 @@ class Optimisation:
             raise ValueError(f"warmup must be a share of the run in (0, 1), got {self.warmup}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be >= 0 and finite, got {self.weight_decay}")
-        inputs.check_count("drop_epochs", self.drop_epochs, least=0)
+        check_count("drop_epochs", self.drop_epochs, least=0)
         if self.clip is not None:
-            inputs.check_positive("clip", self.clip)
+            check_positive("clip", self.clip)
 
     def lr_at(self, progress: float, epochs: int) -> float:
         """The learning rate at a share ``progress`` of the run.
@@ -126,11 +126,11 @@ class RadiusSchedule:
 
     def check_radii(self, eps: float) -> None:
         """Raise unless these settings fit a ball of radius ``eps``."""
-        inputs.check_choice("radius", self.radius, ("fixed", "per-image"))
+        check_choice("radius", self.radius, ("fixed", "per-image"))
         if not 0 <= self.low <= eps:
             raise ValueError(f"low must be in [0, eps] = [0, {eps:g}], got {self.low}")
-        inputs.check_positive("grow", self.grow)
-        inputs.check_positive("shrink", self.shrink)
+        check_positive("grow", self.grow)
+        check_positive("shrink", self.shrink)
         _check_share(self, "ramp")
 
     def scale(self, progress: float) -> float:
@@ -169,7 +169,7 @@ class Smooth(RadiusSchedule):
             raise TypeError(
                 f"ball must be a WassersteinBall with a cost by moves, got {self.ball!r}"
             )
-        inputs.check_positive("the ball's eps", self.eps)
+        check_positive("the ball's eps", self.eps)
         self.check_radii(self.eps)
 
     @property
@@ -222,8 +222,8 @@ class Validation:
     images: int = 1000
 
     def __post_init__(self) -> None:
-        inputs.check_count("every", self.every)
-        inputs.check_count("images", self.images)
+        check_count("every", self.every)
+        check_count("images", self.images)
         if self.attack is not None:
             check_attack(self.attack)
         if not isinstance(self.eps, tuple):
@@ -231,7 +231,7 @@ class Validation:
         if self.eps and self.attack is None:
             raise ValueError(f"eps {self.eps} needs an attack, but attack is None")
         for eps in self.eps:
-            inputs.check_eps(eps)
+            check_eps(eps)
 
 
 OWN = "own"
@@ -298,11 +298,11 @@ class TrainConfig:
                 f"unknown architecture {self.architecture!r}; choose from "
                 f'{", ".join(architectures())}, and "{OWN}" for a model that is passed to train'
             )
-        inputs.check_count("epochs", self.epochs)
-        inputs.check_count("batch_size", self.batch_size)
-        inputs.check_seed(self.seed)
-        inputs.check_count("augment", self.augment, least=0)
-        inputs.check_count("cutout", self.cutout, least=0)
+        check_count("epochs", self.epochs)
+        check_count("batch_size", self.batch_size)
+        check_seed(self.seed)
+        check_count("augment", self.augment, least=0)
+        check_count("cutout", self.cutout, least=0)
         for name in ("noise", "affine"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")

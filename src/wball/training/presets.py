@@ -6,7 +6,7 @@ a setting by its path, such as ``adversary.attack.steps``.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from wball.attacks import PGD, DualAveraging, GrowingRadius
@@ -21,6 +21,9 @@ def _measured(*eps: float, every: int = 5, images: int = 1000) -> Validation:
     return Validation(every=every, attack=attack, eps=eps, images=images)
 
 
+_ADAMW = Optimisation(
+    "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
+)
 MNIST_STANDARD = TrainConfig(
     "mnist-standard",
     "mnist",
@@ -31,7 +34,7 @@ MNIST_STANDARD = TrainConfig(
     summary="The paper's MNIST network with standard training.",
 )
 
-MNIST_BINARIZED = dataclasses.replace(
+MNIST_BINARIZED = replace(
     MNIST_STANDARD,
     name="mnist-binarized",
     architecture="mnist-cnn-binarized",
@@ -66,30 +69,20 @@ MNIST_ADVERSARIAL = TrainConfig(
     batch_size=512,
     augment=1,
     affine=0.1,
-    optimisation=Optimisation(
-        "adamw",
-        lr=3e-3,
-        weight_decay=1e-3,
-        schedule="one-cycle",
-        warmup=0.1,
-        clip=1.0,
-        ema=0.999,
-        bf16=True,
-        channels_last=True,
-    ),
+    optimisation=replace(_ADAMW, clip=1.0, bf16=True, channels_last=True),
     adversary=Adversary(_FEW_LONG, radius="per-image", low=0.05, start=0.2, grow=0.02, shrink=0.03),
     evaluation=_measured(0.1, 0.3, 0.5, every=20),
     summary="A narrow ResNet-18 trained against dual averaging, each digit at a radius of its own up to 0.55.",
 )
 
-MNIST_ADVERSARIAL_CNN = dataclasses.replace(
+MNIST_ADVERSARIAL_CNN = replace(
     MNIST_ADVERSARIAL,
     name="mnist-adversarial-cnn",
     architecture="mnist-cnn",
     epochs=110,
     augment=0,
     affine=0.04,
-    optimisation=dataclasses.replace(
+    optimisation=replace(
         MNIST_ADVERSARIAL.optimisation, lr=2e-3, weight_decay=5e-4, bf16=False, channels_last=False
     ),
     summary="The paper's MNIST network against dual averaging, each digit at a radius of its own up to 0.55.",
@@ -102,9 +95,7 @@ MNIST_CERTIFIED = TrainConfig(
     epochs=80,
     batch_size=512,
     noise=0.003,
-    optimisation=Optimisation(
-        "adamw", lr=3e-3, weight_decay=1e-4, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
-    ),
+    optimisation=replace(_ADAMW, weight_decay=1e-4),
     smooth=Smooth(
         WassersteinBall(0.2),
         radius="per-image",
@@ -118,7 +109,7 @@ MNIST_CERTIFIED = TrainConfig(
     summary="The paper's MNIST network, made to be certified: flow noise and robustness to first order.",
 )
 
-MNIST_CERTIFIED_FAR = dataclasses.replace(
+MNIST_CERTIFIED_FAR = replace(
     MNIST_CERTIFIED,
     name="mnist-certified-far",
     epochs=100,
@@ -200,15 +191,13 @@ CIFAR10_CERTIFIED = TrainConfig(
     augment=2,
     flip=True,
     noise=0.0002,
-    optimisation=Optimisation(
-        "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
-    ),
+    optimisation=_ADAMW,
     smooth=Smooth(WassersteinBall(0.003)),
     evaluation=Validation(every=10),
     summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
 )
 
-CIFAR10_CERTIFIED_DEEP = dataclasses.replace(
+CIFAR10_CERTIFIED_DEEP = replace(
     CIFAR10_CERTIFIED,
     name="cifar10-certified-deep",
     architecture="cifar10-cnn-deep",
@@ -269,7 +258,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     """
     if name not in _PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose from {', '.join(_PRESETS)}")
-    return dataclasses.replace(_PRESETS[name], **changes)
+    return replace(_PRESETS[name], **changes)
 
 
 def override(settings: Settings, path: str, value: Any) -> Settings:
@@ -279,11 +268,7 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     0.5
     """
     name, _, rest = path.partition(".")
-    known = (
-        {f.name: str(f.type) for f in dataclasses.fields(settings)}
-        if dataclasses.is_dataclass(settings)
-        else {}
-    )
+    known = {f.name: str(f.type) for f in fields(settings)} if is_dataclass(settings) else {}
     if name not in known:
         raise ValueError(
             f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}"
@@ -300,4 +285,4 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     allowed = type(value) in (int, float) or (value is None and "None" in known[name])
     if not rest and type(inner) in (int, float) and not allowed:
         raise ValueError(f"{name} must be a number, got {value!r}")
-    return dataclasses.replace(settings, **{name: changed})  # type: ignore[type-var]
+    return replace(settings, **{name: changed})  # type: ignore[type-var]
