@@ -33,7 +33,6 @@ TOO_LARGE = {
     "kernels/proximal_newton/triton.py:_solve_kernel",
     "kernels/proximal_newton/triton_dual.py:evaluate",
     "kernels/triton_stencil.py:_add_six",
-    "training/loop.py:train",
 }
 """Functions that are not split yet."""
 

@@ -63,6 +63,7 @@ __all__ = [
     "public_models",
     "save_weights",
     "to_tensors",
+    "train",
     "AttackResult",
     "DecisionSearch",
     "DualAveraging",

@@ -52,6 +52,7 @@ from wball.result import (
     SupportResult as SupportResult,
 )
 from wball.storage.weights import load_weights as load_weights, save_weights as save_weights
+from wball.training import train as train
 from wball.zoo import (
     list_models as list_models,
     load_model as load_model,

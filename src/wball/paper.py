@@ -38,7 +38,7 @@ HALVINGS = 7
 """Of a step of ``psi``, at most; what is still negative becomes 0. (The paper sets no limit.)"""
 
 
-class Transport(Protocol):
+class HasProblem(Protocol):
     """A ball whose points are reached by transport: :class:`wball.WassersteinBall`."""
 
     @property
@@ -48,7 +48,7 @@ class Transport(Protocol):
 
 
 def projected_sinkhorn(
-    x: Tensor, w: Tensor, ball: Transport, reg: float, max_iter: int = 50, tol: float = 1e-4
+    x: Tensor, w: Tensor, ball: HasProblem, reg: float, max_iter: int = 50, tol: float = 1e-4
 ) -> SinkhornResult:
     """Algorithm 2: the point ``w - beta / reg``, near the point of the ball that is nearest to
     ``w``.
@@ -76,7 +76,7 @@ def projected_sinkhorn(
 
 
 def conjugate_sinkhorn(
-    x: Tensor, g: Tensor, ball: Transport, reg: float, max_iter: int = 50, tol: float = 1e-4
+    x: Tensor, g: Tensor, ball: HasProblem, reg: float, max_iter: int = 50, tol: float = 1e-4
 ) -> SinkhornResult:
     """The same for ``max <g, z>``: ``beta`` stays ``reg * g``, and the point is the columns of the
     last plan.
@@ -137,7 +137,7 @@ def _total(logs: Tensor) -> Tensor:
 
 
 def clamped(
-    x: Tensor, w: Tensor, ball: Transport, reg: float, max_iter: int, tol: float
+    x: Tensor, w: Tensor, ball: HasProblem, reg: float, max_iter: int, tol: float
 ) -> ProjectionResult:
     """Algorithm 2 and a clamp to the pixel range, as the released attack: ``mode="paper"`` of
     ``ball.project``. Nothing bounds the gap (nan)."""

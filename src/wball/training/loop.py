@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.display import Summarised
+from wball.model import full_precision
 from wball.progress import bar as progress_bar
 from wball.provenance import Plain, describe_settings
 from wball.storage.files import (
@@ -153,7 +154,7 @@ def train(
     run.init = None if init is None else Path(init).name
     run.own = describe_settings([optimizer, list(augmentations), loss])
     with (
-        _products(device, "high"),
+        _tf32(device),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         run.opened(images),
         run.stopping(),
@@ -325,7 +326,7 @@ class _Run:
         }
         if tests is not None and (self.finished or epoch % self.config.evaluation.every == 0):
             self.average.model.eval()
-            with _products(tests[0].device, "highest"):  # measure the network that is saved
+            with full_precision():  # measure the network that is saved
                 record |= measure(self.config, self.average.model, *tests)
             self._tick = time.perf_counter()  # evaluation does not count
         if self.radii is not None and self.radii.values.numel():
@@ -529,15 +530,15 @@ def _optimizer(parameters: Iterable[nn.Parameter], options: Optimisation) -> tor
 
 
 @contextmanager
-def _products(device: torch.device, precision: str) -> Iterator[None]:
-    """Context that sets the precision of float32 products on a GPU."""
+def _tf32(device: torch.device) -> Iterator[None]:
+    """Context in which float32 products on a GPU may round to TF32."""
     if device.type != "cuda":
         yield
         return
     cudnn = torch.backends.cudnn  # its own context manager would also switch it off
     before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
-    torch.set_float32_matmul_precision(precision)
-    cudnn.allow_tf32 = precision != "highest"
+    torch.set_float32_matmul_precision("high")
+    cudnn.allow_tf32 = True
     try:
         yield
     finally:
