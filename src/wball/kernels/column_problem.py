@@ -60,33 +60,10 @@ class Columns(ABC):
     def least(self, u: Tensor) -> Tensor:
         """``min f(z) + u z`` over the box, summed per image."""
 
-    def value(self, u: Tensor) -> Tensor:
-        """The function that dual ascent maximises: :meth:`least`, or a lower bound with curvature
-        where that has none."""
-        return self.least(u)
-
-    @abstractmethod
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        """``z(u) - columns``; where ``z(u)`` is an interval, the part of it that points away from
-        ``columns``."""
-
-    @abstractmethod
-    def curvature(self, u: Tensor) -> Tensor:
-        """The curvature of :meth:`value`: ``-z'(u)`` per column."""
-
-    @abstractmethod
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        """The dual variables that should stay at a kink."""
-
-    @abstractmethod
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        """Move to ``new``, but stop at the first kink on the way."""
-
 
 @dataclass(frozen=True)
 class QuadraticColumns(Columns):
-    """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``, smooth enough for Newton's method as it
-    is."""
+    """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``."""
 
     linear = False
 
@@ -94,34 +71,7 @@ class QuadraticColumns(Columns):
         return 0.5 * (self.target - z).square().flatten(1).sum(1)
 
     def least(self, u: Tensor) -> Tensor:
-        return self._at(u, (self.target - u).clamp(self.lo, self.hi))
-
-    def value(self, u: Tensor) -> Tensor:
-        return self._at(u, self._z(u))
-
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        return self._z(u) - columns
-
-    def curvature(self, u: Tensor) -> Tensor:
-        free = self.target - u
-        return ((free > self._floor) & (free < self.hi)).to(u.dtype)
-
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        return torch.zeros_like(u, dtype=torch.bool)
-
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        return new
-
-    @property
-    def _floor(self) -> float:
-        """Columns are never negative anyway; without a clip at 0 the dual stays strongly concave
-        there."""
-        return self.lo if self.lo > 0 else -torch.inf
-
-    def _z(self, u: Tensor) -> Tensor:
-        return (self.target - u).clamp(self._floor, self.hi)
-
-    def _at(self, u: Tensor, z: Tensor) -> Tensor:
+        z = (self.target - u).clamp(self.lo, self.hi)
         return (0.5 * (self.target - z).square() + u * z).flatten(1).sum(1)
 
 
@@ -138,27 +88,6 @@ class LinearColumns(Columns):
     def least(self, u: Tensor) -> Tensor:
         over = u - self.target
         return torch.where(over < 0, self.hi * over, self.lo * over).flatten(1).sum(1)
-
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        side = self._side(u, columns)
-        ends = torch.where(side < 0, self.hi, self.lo).to(columns.dtype)
-        return torch.where(side == 0, 0.0, ends - columns)
-
-    def curvature(self, u: Tensor) -> Tensor:
-        return torch.zeros_like(u)
-
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        return self._side(u, columns) == 0
-
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        side, g = self._side(u, columns), self.target
-        return torch.where(
-            side < 0, torch.minimum(new, g), torch.where(side > 0, torch.maximum(new, g), g)
-        )
-
-    def _side(self, u: Tensor, columns: Tensor) -> Tensor:
-        at_kink = (columns < self.lo).to(u.dtype) - (columns > self.hi).to(u.dtype)
-        return torch.where(u == self.target, at_kink, torch.sign(u - self.target))
 
 
 class Deadline:

@@ -1,5 +1,19 @@
-"""The dual of a proximal step in plain PyTorch: the plan and the residual at given potentials, and
-Newton's direction there."""
+r"""Newton's method for the dual of exact and entropic plans in plain PyTorch, at one temperature.
+
+Potentials ``u`` of the columns and a price ``psi >= 0`` of cost have the plan
+
+.. math::
+    P_{ij} = x_i\, \mathrm{softmax}_j \big((u_j - \psi C_{ij}) / heat\big),
+
+at which the dual function
+
+.. math::
+    \sum_j \min_z \big(f_j(z) + u_j z\big) - \psi E
+    - heat \sum_i x_i \log \sum_j \exp \big((u_j - \psi C_{ij}) / heat\big)
+
+has the gradient ``(z(u) - P^T 1, <P, C> - E)``. Columns are quadratic: linear ones get a proximal
+term, ``f(z) = (z - centre)^2 / (2 room) - g z``.
+"""
 
 from __future__ import annotations
 
@@ -10,127 +24,119 @@ import torch
 from torch import Tensor
 
 from wball.inputs import dot, per_image
-from wball.kernels import proximal_newton as settings
 from wball.kernels.column_problem import Problem
 
+CG_TOL, CG_MAX, HALVINGS = 0.03, 300, 30
+"""Conjugate gradients end at this share of the residual, or after so many steps, and a line search
+after so many halvings."""
+DAMPING, RELAX = 0.3, 0.25
+"""Newton's matrix gets a damping times a residual over the temperature on its diagonal, so that a
+column alone changes by ``heat / damping`` at most. It begins at ``DAMPING``; a step that need not
+be shortened takes it times ``RELAX``, and another one takes that back."""
 
-class Step(NamedTuple):
-    """The start of a proximal step: its centre, its length, a factor on the precision that it is
-    solved to, and the duals."""
 
+class State(NamedTuple):
+    """Where images are: duals, temperature, the proximal term of linear columns, and damping."""
+
+    u: Tensor
+    psi: Tensor
+    heat: Tensor
     centre: Tensor
-    sigma: Tensor
-    precision: Tensor
-    u: Tensor
-    psi: Tensor
+    room: Tensor
+    damping: Tensor
 
-    def take(self, index: Tensor) -> Step:
-        return Step(*(values[index] for values in self))
-
-
-class Point(NamedTuple):
-    """A dual point of a step, with the quantities computed from it."""
-
-    u: Tensor
-    psi: Tensor
-    dual: Tensor
-    share: Tensor
-    weight: Tensor  # derivative of shares by scores: diagonal, before a row's mean is taken off
-    come: Tensor  # columns of the plan
-    gradient: Tensor
-    slope: Tensor
-    moved: Tensor
-    pull: Tensor  # value of the proximal term
-
-    def where(self, mask: Tensor, other: Point) -> Point:
+    def where(self, mask: Tensor, other: State) -> State:
         pairs = zip(self, other, strict=True)
-        return Point(*(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs))
+        return State(*(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs))
 
 
-def _project_rows(score: Tensor) -> Tensor:
-    """Project rows onto the simplex: Newton's method for the threshold, monotone from the left."""
-    level = score.amax(2, keepdim=True) - 1
-    used = torch.zeros_like(level)
-    for _ in range(score.shape[2]):
-        above = score > level
-        count = above.sum(2, keepdim=True).to(score.dtype)
-        if bool((count == used).all()):
+class Dual:
+    """The dual at a state, the plan there and the columns that it should have."""
+
+    def __init__(self, problem: Problem, s: State) -> None:
+        x, moves, f, u, room = (
+            problem.x,
+            problem.moves,
+            problem.columns,
+            s.u,
+            per_image(s.room, s.u),
+        )
+        score = moves.gather(u) - per_image(s.psi, x)[..., None] * moves.cost
+        score = torch.where(moves.allowed, score / per_image(s.heat, x)[..., None], -math.inf)
+        self.problem, self.at, self.share = problem, s, torch.softmax(score, 2)
+        self.flow = x[:, :, None] * self.share
+        self.columns, cost = moves.scatter(self.flow), dot(self.flow, moves.cost)
+        free = s.centre + room * (f.target - u)
+        # Columns are never negative anyway: without a clip at 0 the dual stays strongly concave.
+        self.z = free.clamp(f.lo if f.lo > 0 else -math.inf, f.hi)
+        least = (self.z - s.centre).square() / (2 * room) + (u - f.target) * self.z
+        soft = dot(x, torch.logsumexp(score, 2))
+        self.value = least.flatten(1).sum(1) - s.psi * problem.budget - s.heat * soft
+        slope = cost - problem.budget
+        self.slope = torch.where((s.psi <= 0) & (slope <= 0), 0.0, slope)
+        self.gradient = self.z - self.columns
+        self.curvature = torch.where(self.z == free, room, 0.0)
+
+    def direction(self) -> tuple[Tensor, Tensor]:
+        """Newton's step by conjugate gradients with a diagonal preconditioner."""
+        moves, s, free = self.problem.moves, self.at, (self.at.psi > 0) | (self.slope > 0)
+        heat, stiff = per_image(s.heat, s.u), self.flow / per_image(s.heat, self.flow)
+        apart = moves.cost - (self.share * moves.cost).sum(2, keepdim=True)
+        lean, bend = moves.scatter(stiff * apart), dot(stiff, apart.square())
+        diagonal = self.curvature + moves.scatter(stiff * (1 - self.share))
+        least = per_image(1e-12 * diagonal.flatten(1).amax(1) + 1e-300, diagonal)
+        ridge = (per_image(s.damping, heat) * self.gradient.abs() / heat).maximum(least)
+        column, diagonal = self.curvature + ridge, diagonal + ridge
+        bend = bend * (1 + 1e-12) + s.damping * moves.dearest * self.slope.abs() / s.heat + 1e-300
+
+        def apply(d: Tensor, d_psi: Tensor) -> tuple[Tensor, Tensor]:
+            ends = moves.gather(d)
+            change = moves.scatter(stiff * (ends - (self.share * ends).sum(2, keepdim=True)))
+            change += column * d - per_image(d_psi, d) * lean
+            return change, torch.where(free, bend * d_psi - dot(lean, d), 0.0)
+
+        d, d_psi = torch.zeros_like(s.u), torch.zeros_like(s.psi)
+        r, r_psi = self.gradient, torch.where(free, self.slope, 0.0)
+        q, q_psi = r / diagonal, r_psi / bend
+        size = dot(r, q) + r_psi * q_psi
+        goal = CG_TOL**2 * size
+        for _ in range(CG_MAX):
+            h, h_psi = apply(q, q_psi)
+            curve = dot(q, h) + q_psi * h_psi
+            going = (curve > 0) & (size > goal)
+            if self.problem.deadline.late or not bool(going.any()):
+                break
+            length = torch.where(going, size / curve.clamp(min=1e-300), 0.0)
+            d, d_psi = d + per_image(length, d) * q, d_psi + length * q_psi
+            r, r_psi = r - per_image(length, r) * h, r_psi - length * h_psi
+            new = torch.where(going, dot(r, r / diagonal) + r_psi * r_psi / bend, size)
+            turn = new / size.clamp(min=1e-300)
+            q, q_psi = r / diagonal + per_image(turn, q) * q, r_psi / bend + turn * q_psi
+            size = new
+        return d, d_psi
+
+
+def ascend(problem: Problem, s: State) -> tuple[State, Tensor]:
+    """A Newton step, shortened until the dual rises, and which images it moved."""
+    at = Dual(problem, s)
+    d, d_psi = at.direction()
+    # Stop where psi reaches 0: beyond it another set of variables is free.
+    stops = (d_psi < 0) & (s.psi > 0)
+    most = (s.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1)
+    whole = length = torch.where(stops, most, 1.0)
+    rounding = 1e-14 * (at.value.abs() + problem.noise)
+    for _ in range(HALVINGS):
+        psi = s.psi + length * d_psi
+        psi = torch.where(psi > 1e-14 * s.psi, psi, 0.0)  # exactly 0, despite rounding
+        new = s._replace(u=s.u + per_image(length, d) * d, psi=psi)
+        promised = length * dot(at.gradient, d) + at.slope * (psi - s.psi)
+        rises = Dual(problem, new).value >= at.value + 1e-4 * promised - rounding
+        if bool(rises.all()):
             break
-        used = count
-        excess = torch.where(above, score, 0.0).sum(2, keepdim=True) - 1
-        level = torch.maximum(level, excess / count.clamp(min=1))
-    return (score - level).clamp(min=0)
-
-
-def evaluate(problem: Problem, step: Step, u: Tensor, psi: Tensor) -> Point:
-    """The dual point at potential ``u`` and price ``psi``."""
-    x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
-    gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
-    if problem.exact:
-        share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
-        weight = (share > 0).to(x.dtype)
-        away = (share - step.centre).square().sum(2)
-        pull = dot(x, away) / (2 * step.sigma)
-        rows = dot(x, torch.where(share > 0, gain * share, 0.0).sum(2)) - pull
-    else:
-        score = torch.where(moves.allowed, sigma * gain, -math.inf)
-        weight = share = torch.softmax(score, 2)
-        pull = torch.zeros_like(psi)
-        rows = dot(x, torch.logsumexp(score, 2)) / step.sigma
-    flow = x.unsqueeze(2) * share
-    come = moves.scatter(flow)
-    moved = dot(x.square(), away).sqrt() if problem.exact else come.flatten(1).norm(dim=1)
-    slope = dot(flow, moves.cost) - problem.budget
-    dual = problem.columns.value(u) - psi * problem.budget - rows
-    gradient = problem.columns.gradient(u, come)
-    slope = torch.where((psi <= 0) & (slope <= 0), 0.0, slope)
-    return Point(u, psi, dual, share, weight, come, gradient, slope, moved, pull)
-
-
-def direction(problem: Problem, step: Step, at: Point, stiffness: Tensor) -> tuple[Tensor, Tensor]:
-    """Newton's step by conjugate gradients with a diagonal preconditioner."""
-    moves, cost, method = problem.moves, problem.moves.cost, settings.method(problem)
-    used, still = at.weight, problem.columns.held(at.u, at.come)
-    ways = used.sum(2, keepdim=True).clamp(min=1)
-    stiff = per_image(step.sigma, used) * problem.x.unsqueeze(2) * used
-    column = problem.columns.curvature(at.u)
-    diagonal = column + moves.scatter(stiff * (1 - used / ways))
-    least = per_image(1e-12 * diagonal.flatten(1).amax(1) + 1e-300, diagonal)
-    ridge = torch.maximum(per_image(stiffness * step.sigma, diagonal) * at.gradient.abs(), least)
-    column, diagonal = column + ridge, diagonal + ridge
-    free = (at.psi > 0) | (at.slope > 0)
-    mean_cost = (used * cost).sum(2, keepdim=True) / ways
-    curvature = dot(stiff, (cost - mean_cost).square())
-    diagonal_psi = torch.where(free & (curvature > 0), curvature, 1.0)
-
-    def apply(d: Tensor, d_psi: Tensor) -> tuple[Tensor, Tensor]:
-        change = moves.gather(d) - per_image(d_psi, used) * cost
-        change = stiff * (change - (used * change).sum(2, keepdim=True) / ways)
-        out_psi = 1e-12 * diagonal_psi * d_psi - dot(change, cost)
-        out = torch.where(still, 0.0, column * d + moves.scatter(change))
-        return out, torch.where(free, out_psi, 0.0)
-
-    d, d_psi = torch.zeros_like(at.u), torch.zeros_like(at.psi)
-    r, r_psi = at.gradient, torch.where(free, at.slope, 0.0)
-    q, q_psi = r / diagonal, r_psi / diagonal_psi
-    size = dot(r, q) + r_psi * q_psi
-    goal = method.cg_tol**2 * size
-    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps
-    for k in range(1, settings.CG_MAX + 1):
-        h, h_psi = apply(q, q_psi)
-        curve = dot(q, h) + q_psi * h_psi
-        going = (curve > 0) & (size > goal)
-        length = torch.where(going, size / curve.clamp(min=1e-300), 0.0)
-        d, d_psi = d + per_image(length, d) * q, d_psi + length * q_psi
-        r, r_psi = r - per_image(length, r) * h, r_psi - length * h_psi
-        scaled = r / diagonal
-        new = dot(r, scaled) + r_psi * r_psi / diagonal_psi
-        if k % patience == 0 and (problem.deadline.late or not bool((going & (new > goal)).any())):
-            break
-        turn = torch.where(going, new / size.clamp(min=1e-300), 0.0)
-        q, q_psi = scaled + per_image(turn, q) * q, r_psi / diagonal_psi + turn * q_psi
-        size = torch.where(going, new, size)
-    return d, d_psi
+        length = torch.where(rises, length, 0.5 * length)
+    stiffer = (s.damping / RELAX).clamp(max=DAMPING)
+    new = new._replace(damping=torch.where(length == whole, RELAX * s.damping, stiffer))
+    return new.where(rises, s), rises
 
 
 def spread(values: Tensor) -> Tensor:
