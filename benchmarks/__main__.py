@@ -1,12 +1,12 @@
 """``python -m benchmarks NAME``: measure public calls, attacks and certificates.
 
 ``calls`` times the public calls and ``growth`` how they grow, ``steps`` a step of adversarial
-training. ``public`` attacks public networks, ``masks`` networks that hide their gradients,
-``photos`` a photo classifier. ``proofs`` says what certificates decide, ``architectures`` which
-networks they follow, ``soundness`` attacks them. ``validity`` audits what attacks return,
-``predecessors`` runs the attacks of others, ``smoothing`` their certificates, ``art`` the port of
-the Adversarial Robustness Toolbox. Each has a ``--help`` of its own and writes
-``results/NAME.json`` after every row.
+training, ``step_sizes`` compares steps of PGD. ``public`` attacks public networks, ``masks``
+networks that hide their gradients, ``photos`` a photo classifier. ``proofs`` says what certificates
+decide, ``architectures`` which networks they follow, ``soundness`` attacks them. ``validity``
+audits what attacks return, ``predecessors`` runs the attacks of others, ``smoothing`` their
+certificates, ``art`` the port of the Adversarial Robustness Toolbox; ``colours`` lets mass change
+the channel. Each has a ``--help`` of its own and writes ``results/NAME.json`` after every row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ NAMES = (
     "calls",
     "growth",
     "steps",
+    "step_sizes",
     "public",
     "masks",
     "photos",
@@ -29,6 +30,7 @@ NAMES = (
     "predecessors",
     "smoothing",
     "art",
+    "colours",
 )
 
 

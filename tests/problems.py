@@ -27,11 +27,11 @@ from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 
 Radius = Literal["tight", "loose", "inactive"]
 Pixels = Literal["uniform", "sparse", "saturated", "binary", "blob", "bytes", "flat"]
-Kind = Literal["grid", "stencil", "dense"]
+Kind = Literal["grid", "stencil", "dense", "colours"]
 
 RADII: tuple[Radius, ...] = ("tight", "loose", "inactive")
 PIXELS: tuple[Pixels, ...] = ("uniform", "sparse", "saturated", "binary", "blob", "bytes", "flat")
-KINDS: tuple[Kind, ...] = ("grid", "stencil", "dense")
+KINDS: tuple[Kind, ...] = ("grid", "stencil", "dense", "colours")
 SHAPES = ((8, 8), (5, 5), (3, 7), (6, 4), (1, 8), (7, 1), (2, 2), (4, 8))
 
 
@@ -86,6 +86,8 @@ def _cost(
 ) -> GroundCost:
     if kind == "grid":
         return GridCost(window, p)
+    if kind == "colours":
+        return GridCost(window, p, float(rng.uniform(0.2, 2.0)))
     if kind == "stencil":  # not symmetric, not a metric, some moves forbidden
         table = rng.random((3, window)) * 2 + 0.1
         table[rng.random(table.shape) < 0.25] = math.inf
@@ -115,7 +117,7 @@ def random_problem(
     sweep the regimes."""
     rng = np.random.default_rng([20190221, seed])
     shape = shape or SHAPES[int(rng.integers(len(SHAPES)))]
-    channels = channels or (1, 3)[seed % 4 in (2, 3)]
+    channels = channels or ((2, 3) if kind == "colours" else (1, 3))[seed % 4 in (2, 3)]
     window = window or (3, 5)[seed % 2]
     p = p or (1.0, 2.0, 3.0)[seed % 3]
     radius = radius or RADII[(seed // 3) % 3]
@@ -127,7 +129,8 @@ def random_problem(
     eps = {
         "tight": float(rng.uniform(0.01, 0.1)),
         "loose": float(rng.uniform(0.2, 0.8)),
-        "inactive": 1.0 + max(c for *_, c in arc_list(cost, *shape)),  # no plan can spend that much
+        "inactive": 1.0
+        + max(c for *_, c in arc_list(cost, *shape, channels)),  # no plan can spend that much
     }[radius]
     if mass == "absolute":
         eps *= float(x.sum())
@@ -301,8 +304,24 @@ def lines(draw: st.DrawFn) -> Known:
 known = st.one_of(diracs(), translations(), lines())
 
 
-def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, float]]:
-    """All moves ``(i, j, cost)`` a cost allows on a grid, written down from its definition."""
+def arc_list(
+    cost: GroundCost, height: int, width: int, channels: int = 1
+) -> list[tuple[int, int, float]]:
+    """All moves ``(i, j, cost)`` a cost allows on a grid, written down from its definition: those
+    of all channels if moves may change them, otherwise of one."""
+    if cost.channel_cost is not None and channels > 1:
+        n, power = height * width, cost.p
+        plane = arc_list(GridCost(cost.window, power), height, width)
+        return [
+            (
+                i + a * n,
+                j + b * n,
+                price if a == b else (price ** (1 / power) + cost.channel_cost) ** power,
+            )
+            for i, j, price in plane
+            for a in range(channels)
+            for b in range(channels)
+        ]
     n = height * width
     if isinstance(cost, DenseCost):
         matrix = cost.matrix.tolist()

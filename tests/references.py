@@ -42,7 +42,9 @@ class _Program:
         )
         height, width = (x.shape[-2], x.shape[-1]) if x.ndim == 4 else (1, x.shape[1])
         self.shape, (_, channels, n) = x.shape, flat.shape
-        arcs = arc_list(ball.cost, height, width)
+        arcs = arc_list(ball.cost, height, width, channels)
+        if ball.cost.channel_cost is not None:
+            channels = 1  # all at once
         self.mass = float(image.sum()) or 1.0
         self.centre = flat[0].numpy().reshape(-1) / self.mass
         first = n * np.arange(channels)[:, None]  # pixel of each channel

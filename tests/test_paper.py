@@ -26,7 +26,7 @@ def dense(
         plane = cost.matrix.numpy()
     else:
         plane = np.full((h * w, h * w), np.inf)
-        for dr, dc, value in cost.moves(h, w):
+        for dr, dc, _, value in cost.moves(h, w):
             for r in range(h):
                 for k in range(w):
                     if 0 <= r + dr < h and 0 <= k + dc < w:

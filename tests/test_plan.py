@@ -19,7 +19,7 @@ def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Pl
     x[0] = x[0].round() if (lo, hi) == (0.0, 1.0) else hi
     table = ((1.0, 2.0, 0.5), (1.0, 0.0, 3.0), (1.0, 1.0, 1.0))
     cost: GridCost | StencilCost = GridCost(5) if seed % 2 else StencilCost(table)
-    moves: Moves = cost.arcs(6, 5, x)
+    moves: Moves = cost.arcs(x)
     score = torch.where(
         moves.allowed, 4 * torch.randn(3, 2, moves.cost.shape[0], 6, 5, dtype=x.dtype), -torch.inf
     )
@@ -48,13 +48,13 @@ def test_small_excess_costs_little() -> None:
     moved."""
     x = torch.ones(1, 1, 1, 12, dtype=torch.float64)
     x[..., -1] = 0.0
-    moves = GridCost(3).arcs(1, 12, x)
-    right = next(k for k, offset in enumerate(moves.offsets) if offset == (0, 1))
+    moves = GridCost(3).arcs(x)
+    right = next(k for k, offset in enumerate(moves.offsets) if offset == (0, 1, 0))
     flow = Plan.identity(moves, x).flow
-    flow[:, :, moves.offsets.index((0, 0)), 0, :-1] -= 0.5
+    flow[:, :, moves.offsets.index((0, 0, 0)), 0, :-1] -= 0.5
     flow[:, :, right, 0, :-1] += 0.5
     flow[:, :, right, 0, 3] += 1e-6
-    flow[:, :, moves.offsets.index((0, 0)), 0, 3] -= 1e-6
+    flow[:, :, moves.offsets.index((0, 0, 0)), 0, 3] -= 1e-6
     plan = Plan(moves, flow)
     fixed = plan.repair(torch.tensor([100.0], dtype=torch.float64), (0.0, 1.0))
     assert float(fixed.columns().max()) <= 1 + 1e-12
@@ -89,7 +89,7 @@ def test_the_net_cost_of_factors_is_that_of_the_plan_written_out(
         DenseCost(torch.rand((20, 20), generator=random).fill_diagonal_(0.0)) if dense else cost
     )
     psi, scale = torch.tensor([0.0, 1.5, 30.0]), torch.tensor([1.0, 0.3, 0.0], dtype=torch.float64)
-    plan = FactoredPlan(chosen.arcs(4, 5, x), x, s, psi, keep, give, scale)
+    plan = FactoredPlan(chosen.arcs(x), x, s, psi, keep, give, scale)
     written = plan.written()
     assert dense or float(written.cancelled().cost()[0]) < float(written.cost()[0]), (
         "something cancels"

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from wball import inputs
 from wball.provenance import fingerprint
 
-Move = tuple[int, int, float]
-"""``(dr, dc, cost)``: a step by rows and columns, and its cost per unit of mass."""
+Move = tuple[int, int, int, float]
+"""``(dr, dc, ds, cost)``: a step by rows, columns and channels, and its cost per unit of mass."""
 
 AWAY, ALL, PAID, MOMENTS = slice(1), slice(1, 2), slice(2, 3), slice(1, 4)
 """The weights of the moves away from a pixel, of all moves, of what they cost, and what the
@@ -35,7 +35,7 @@ distribution of a row's cost takes."""
 
 
 class Moves(ABC):
-    """The moves that a cost allows on an ``H x W`` grid.
+    """The moves that a cost allows on a grid.
 
     An *arc tensor* has shape ``(B, C, K, H, W)``: entry ``[..., k, r, c]`` belongs to the ``k``-th
     move out of pixel ``(r, c)``. ``cost`` broadcasts against it. Moves that would leave the image
@@ -44,23 +44,36 @@ class Moves(ABC):
     Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`).
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, int, int]  # (C, H, W); C = 1 if no move changes the channel
     cost: Tensor  # (K, 1, 1) for stencils, (K, H, W) for matrices
-    allowed: Tensor  # (K, H, W), bool: the move ends inside the image and has finite cost
+    # Whether the move ends inside the image and has finite cost, bool: (K, H, W), or (C, K, H, W)
+    # if moves change the channel.
+    allowed: Tensor
 
-    factors: Tensor  # (4, 1, 1, ...): of the weights
+    factors: Tensor  # (4, 1, ...): of the weights
 
     # One move at a time:
     rings: Sequence[Sequence[int]]  # the moves of each distinct cost, the cheapest first
     ring_cost: Tensor  # (D, 1, 1, 1, 1) or (D, 1, 1, H, W): the cost of each ring
 
-    def __len__(self) -> int:
-        return int(self.allowed.shape[0])
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The dimensions of images that moves connect."""
+        return (2, 3) if self.shape[0] == 1 else (1, 2, 3)
 
     @property
     def dearest(self) -> float:
         """The largest cost of a move."""
         return float(self.cost.max())
+
+    @property
+    def cheapest(self) -> float:
+        """The smallest cost above 0; any number (1) if there is none."""
+        paid = self.cost[self.cost > 0]
+        return float(paid.min()) if paid.numel() else 1.0
 
     @abstractmethod
     def like(self, values: Tensor) -> Moves:
@@ -92,7 +105,7 @@ class Moves(ABC):
 
     def weights(self, price: Tensor) -> Tensor:
         """``exp(-price C)`` of the moves except staying, that of all moves, that times ``C``, and
-        that times ``C^2``, for a price per plane ``(B, C, 1, 1)``.
+        that times ``C^2``, for a price per image ``(B, 1, 1, 1)``.
 
         :data:`AWAY`, :data:`ALL`, :data:`PAID` and :data:`MOMENTS` are parts of it.
         """
@@ -117,31 +130,36 @@ class Moves(ABC):
         return bool((self.free() & ~self.stay()).any())
 
     def free(self) -> Tensor:
-        """``(K, H, W)``, bool: the moves that cost nothing."""
+        """Like ``allowed``: the moves that cost nothing."""
         return self.allowed & (self.cost == 0)
 
 
 class StencilMoves(Moves):
     """The moves of a stencil cost: the same offsets at every pixel.
 
-    Iterates over ``(dr, dc, cost)``.
+    Iterates over ``(dr, dc, ds, cost)``.
 
     Tensors are created on first use: compiled kernels do not need them.
     """
 
     costs: Sequence[float]
 
-    def __init__(self, moves: Iterable[Move], shape: tuple[int, int], like: Tensor) -> None:
+    def __init__(self, moves: Iterable[Move], shape: tuple[int, int, int], like: Tensor) -> None:
         self._moves, self.shape, self._like = tuple(moves), shape, like.new_empty(0)
-        self.offsets = [(r, c) for r, c, _ in self]
+        self.offsets = [(r, c, s) for r, c, s, _ in self]
         self.costs = [cost for *_, cost in self]
-        self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
-        if self._moves[:1] != ((0, 0, 0.0),) or self.costs != sorted(self.costs):
+        rows, columns, channels = (
+            max(map(abs, steps)) for steps in zip(*self.offsets, strict=True)
+        )
+        self.radius = rows, columns, channels
+        if self._moves[:1] != ((0, 0, 0, 0.0),) or self.costs != sorted(self.costs):
             raise ValueError(
-                f"moves must begin with (0, 0, 0.0), the move that stays, and be sorted by cost, got {moves}"
+                f"moves must begin with (0, 0, 0, 0.0), the move that stays, and be sorted by cost, got {moves}"
             )
+        if channels and self.shape[0] == 1:
+            raise ValueError("moves that change the channel need images of several channels")
         index = {offset: k for k, offset in enumerate(self.offsets)}
-        self.reverse = [index.get((-r, -c)) for r, c in self.offsets]
+        self.reverse = [index.get((-r, -c, -s)) for r, c, s in self.offsets]
         self.distinct = sorted(set(self.costs))
         self.rings = [[k for k, cost in enumerate(self.costs) if cost == d] for d in self.distinct]
 
@@ -177,6 +195,10 @@ class StencilMoves(Moves):
     def dearest(self) -> float:
         return self.distinct[-1]
 
+    @property
+    def cheapest(self) -> float:
+        return next((cost for cost in self.distinct if cost > 0), 1.0)
+
     @cached_property
     def cost(self) -> Tensor:  # type: ignore[override]
         return self._table(self.costs).view(-1, 1, 1)
@@ -188,7 +210,8 @@ class StencilMoves(Moves):
     @cached_property
     def allowed(self) -> Tensor:  # type: ignore[override]
         with torch.inference_mode(False):
-            return self.gather(torch.ones((1, 1, *self.shape), device=self._like.device))[0, 0] > 0
+            inside = self.gather(torch.ones((1, *self.shape), device=self._like.device))[0] > 0
+        return inside if self.shape[0] > 1 else inside[0]
 
     def like(self, values: Tensor) -> StencilMoves:
         return _alike(self, values.dtype, values.device)
@@ -198,11 +221,13 @@ class StencilMoves(Moves):
             return torch.tensor(values, dtype=self._like.dtype).to(self._like.device)
 
     def _slice(self, padded: Tensor, k: int) -> Tensor:
-        (rr, rc), (height, width), (dr, dc) = self.radius, self.shape, self.offsets[k]
-        return padded[..., rr + dr : rr + dr + height, rc + dc : rc + dc + width]
+        (rr, rc, rs), (_, height, width), (dr, dc, ds) = self.radius, self.shape, self.offsets[k]
+        there = padded[..., rr + dr : rr + dr + height, rc + dc : rc + dc + width]
+        return there[:, rs + ds : rs + ds + self.shape[0]] if rs else there
 
     def _padded(self, values: Tensor, outside: float = 0.0) -> Tensor:
-        return F.pad(values, (self.radius[1],) * 2 + (self.radius[0],) * 2, value=outside)
+        rows, columns, channels = (2 * (side,) for side in self.radius)
+        return F.pad(values, columns + rows + channels, value=outside)
 
     def gather(self, values: Tensor) -> Tensor:
         ends = self.ends(values, 0.0)
@@ -227,29 +252,39 @@ class StencilMoves(Moves):
     @cached_property
     def _stay(self) -> Tensor:
         with torch.inference_mode(False):
-            centre = torch.zeros_like(self.allowed)
-            centre[0] = True
-        return centre
+            every = torch.arange(len(self), device=self._like.device)
+            return (every == 0)[:, None, None].expand(-1, *self.shape[1:])
 
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
         padded = self._padded(values, outside)
         return lambda k: self._slice(padded, k)
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
-        # A convolution of each plane: one pass over the images instead of one a move.
-        planes, shape = values.flatten(0, 1)[None], (*values.shape[:2], len(weights), *self.shape)
+        # A convolution of each plane, or of each image: one pass instead of one a move.
+        shape, weights = values.shape, weights.flip(2, 3, 4) if back else weights
         if not values.numel():
-            return values.new_empty(shape)
-        window = (weights.flip(3, 4) if back else weights).movedim(0, 2).flatten(0, 2)[:, None]
-        return F.conv2d(planes, window, padding=self.radius, groups=planes.shape[1]).view(shape)
+            return values.new_empty((*shape[:2], len(weights), *shape[2:]))
+        rows, columns, channels = self.radius
+        if channels:
+            window = weights.movedim(0, 1).flatten(0, 1)[:, None]
+            found = F.conv3d(
+                values[None], window, padding=(channels, rows, columns), groups=len(values)
+            )
+            return found.view(shape[0], -1, *shape[1:]).transpose(1, 2)
+        planes = values.flatten(0, 1)[None]
+        window = weights.expand(-1, -1, shape[1], -1, -1).movedim(0, 2).flatten(0, 2)[:, None]
+        found = F.conv2d(planes, window, padding=(rows, columns), groups=planes.shape[1])
+        return found.view(*shape[:2], -1, *shape[2:])
 
     @cached_property
     def factors(self) -> Tensor:  # type: ignore[override]
-        rows, columns = self.radius
+        rows, columns, channels = self.radius
         with torch.inference_mode(False):
-            table = torch.zeros(4, 1, 1, 2 * rows + 1, 2 * columns + 1, dtype=self._like.dtype)
-            for k, (r, c, d) in enumerate(self):
-                table[:, 0, 0, rows + r, columns + c] = table.new_tensor((k > 0, 1, d, d * d))
+            window = (2 * side + 1 for side in (channels, rows, columns))
+            table = torch.zeros(4, 1, *window, dtype=self._like.dtype)
+            for k, (r, c, s, d) in enumerate(self):
+                here = (slice(None), 0, channels + s, rows + r, columns + c)
+                table[here] = table.new_tensor((k > 0, 1, d, d * d))
             return table.to(self._like.device)
 
     def net_cost(self, row: Tensor, column: Tensor, price: Tensor) -> Tensor:
@@ -282,18 +317,21 @@ class DenseMoves(Moves):
     The ``k``-th move ends at pixel ``k``, and is its own ring.
     """
 
-    def __init__(self, matrix: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    def __init__(self, matrix: Tensor, shape: tuple[int, int, int], like: Tensor) -> None:
         self.shape = shape
         self._matrix = matrix.to(device=like.device)
         finite = torch.isfinite(self._matrix)
-        by_target = self._matrix.nan_to_num(posinf=0.0).T.reshape(-1, *shape)
+        by_target = self._matrix.nan_to_num(posinf=0.0).T.reshape(-1, *shape[1:])
         self.cost = by_target.to(like.dtype)
-        self.allowed = finite.T.reshape(-1, *shape)
+        self.allowed = finite.T.reshape(-1, *shape[1:])
         self.ring_cost = self.cost[:, None, None]
         every = self.allowed.to(self.cost)
         table = torch.stack((every * ~self.stay(), every, self.cost, self.cost.square()))
         self.factors = table.flatten(2)[:, None, None]
         self.rings = [[k] for k in range(len(self))]
+
+    def __len__(self) -> int:
+        return len(self._matrix)
 
     def like(self, values: Tensor) -> DenseMoves:
         if values.dtype == self.cost.dtype and values.device == self.cost.device:
@@ -301,12 +339,12 @@ class DenseMoves(Moves):
         return DenseMoves(self._matrix, self.shape, values)
 
     def gather(self, values: Tensor) -> Tensor:
-        ends = values.flatten(2)[..., None, None].expand(-1, -1, -1, *self.shape)
+        ends = values.flatten(2)[..., None, None].expand(-1, -1, -1, *self.shape[1:])
         return torch.where(self.allowed, ends, 0.0)
 
     def scatter(self, arcs: Tensor) -> Tensor:
         kept = torch.where(self.allowed, arcs, 0.0)
-        return kept.sum((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
+        return kept.sum((-2, -1)).reshape(*arcs.shape[:2], *self.shape[1:])
 
     def opposite(self, arcs: Tensor) -> Tensor:
         square = arcs.flatten(3)
@@ -314,7 +352,8 @@ class DenseMoves(Moves):
 
     def stay(self) -> Tensor:
         n = len(self)
-        return torch.eye(n, dtype=torch.bool, device=self.allowed.device).reshape(n, *self.shape)
+        every = torch.eye(n, dtype=torch.bool, device=self.allowed.device)
+        return every.reshape(n, *self.shape[1:])
 
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
         at = values.flatten(2)[..., None, None]
@@ -322,11 +361,41 @@ class DenseMoves(Moves):
 
     def sums(self, values: Tensor, weights: Tensor, back: bool = False) -> Tensor:
         plan, rows = weights.mT if back else weights, values.flatten(2)[:, :, None]
-        return (rows @ plan).movedim(0, 2).flatten(3).unflatten(3, self.shape)
+        return (rows @ plan).movedim(0, 2).flatten(3).unflatten(3, self.shape[1:])
+
+
+class _ByOffset(ABC):
+    """A cost that depends only on the offset.
+
+    Attributes:
+        channel_cost: the price of changing the channel; ``None`` forbids it.
+    """
+
+    channel_cost: float | None = None
+
+    @abstractmethod
+    def moves(self, height: int, width: int, channels: int = 1) -> list[Move]:
+        """The moves ``(dr, dc, ds, cost)`` that fit such an image, staying first, then by cost."""
+
+    def arcs(self, like: Tensor) -> StencilMoves:
+        """The moves on images ``(B, C, H, W)``, in their dtype and on their device."""
+        channels, height, width = (int(side) for side in like.shape[-3:])
+        if self.channel_cost is None:
+            channels = 1
+        return _stencil_moves(self, (channels, height, width), like.dtype, like.device)
+
+
+def moving(moves: Iterable[Move]) -> list[Move]:
+    """The moves except the one that stays."""
+    return [move for move in moves if move[:3] != (0, 0, 0)]
+
+
+def _cheapest_first(moves: Iterable[Move]) -> list[Move]:
+    return sorted(moves, key=lambda move: (move[3], move[:3] != (0, 0, 0), move[:3]))
 
 
 @dataclass(frozen=True)
-class StencilCost:
+class StencilCost(_ByOffset):
     """A cost that depends only on the offset, as a table with odd sides. ``inf`` forbids a move.
 
     ``table[r][c]`` is the cost of moving by ``(r - rows // 2, c - columns // 2)``. The centre must
@@ -360,21 +429,14 @@ class StencilCost:
         if rows[len(rows) // 2][len(rows[0]) // 2] != 0:
             raise ValueError("the centre of table must be 0: staying is free")
 
-    def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then by
-        cost."""
+    def moves(self, height: int, width: int, channels: int = 1) -> list[Move]:
         rr, rc = len(self.table) // 2, len(self.table[0]) // 2
-        found = [
-            (r - rr, c - rc, value)
+        return _cheapest_first(
+            (r - rr, c - rc, 0, value)
             for r, row in enumerate(self.table)
             for c, value in enumerate(row)
             if math.isfinite(value) and abs(r - rr) < height and abs(c - rc) < width
-        ]
-        return sorted(found, key=lambda move: (move[2], move[:2] != (0, 0), move[:2]))
-
-    def arcs(self, height: int, width: int, like: Tensor) -> StencilMoves:
-        """The moves on a grid, in ``like``'s dtype and on its device."""
-        return _stencil_moves(self, height, width, like.dtype, like.device)
+        )
 
     def full(self, height: int, width: int) -> StencilCost:
         """The cost for full plans: the same, because the table has no costs of longer moves."""
@@ -387,18 +449,25 @@ class StencilCost:
 
 
 @dataclass(frozen=True)
-class GridCost:
+class GridCost(_ByOffset):
     """``(dr^2 + dc^2)^(p/2)`` inside an odd ``window x window`` neighbourhood, infinite outside.
 
     ``p = 1`` is the Euclidean distance, as in the paper. A window that covers the image allows
     every transport plan.
 
+    With a ``channel_cost``, mass may also change its channel, into any other, on the way: it is as
+    far away as the distance in the plane plus ``channel_cost``, and the move costs the ``p``-th
+    power of that. Without one (the default) mass stays in its channel.
+
     >>> GridCost(window=5).moves(28, 28)[:2]
-    [(0, 0, 0.0), (-1, 0, 1.0)]
+    [(0, 0, 0, 0.0), (-1, 0, 0, 1.0)]
+    >>> GridCost(window=1, channel_cost=2.0).moves(32, 32, channels=3)[:3]
+    [(0, 0, 0, 0.0), (0, 0, -2, 2.0), (0, 0, -1, 2.0)]
     """
 
     window: int = 5
     p: float = 1.0
+    channel_cost: float | None = None
 
     def __post_init__(self) -> None:
         if inputs.check_count("window", self.window) % 2 == 0:
@@ -407,6 +476,9 @@ class GridCost:
             raise ValueError(
                 f"p must be a finite number > 0, got {self.p!r}; 1 is the Euclidean distance"
             )
+        if self.channel_cost is not None:
+            price = inputs.check_positive("channel_cost", self.channel_cost)
+            object.__setattr__(self, "channel_cost", price)
 
     @property
     def radius(self) -> int:
@@ -416,37 +488,42 @@ class GridCost:
         """Whether the window reaches from any pixel of such an image to any other."""
         return self.radius >= max(height, width) - 1
 
-    def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, cheapest first."""
+    def price(self, squared: float, changes: bool = False) -> float:
+        """The cost of a move from the square of its length, and whether it changes the channel."""
+        if not changes:
+            return float(squared) ** (self.p / 2)
+        assert self.channel_cost is not None
+        return (math.sqrt(squared) + self.channel_cost) ** self.p
+
+    def moves(self, height: int, width: int, channels: int = 1) -> list[Move]:
         rr, rc = min(self.radius, height - 1), min(self.radius, width - 1)
-        found = [
-            (r, c, float(r * r + c * c) ** (self.p / 2))
+        rs = 0 if self.channel_cost is None else channels - 1
+        return _cheapest_first(
+            (r, c, s, self.price(r * r + c * c, s != 0))
             for r in range(-rr, rr + 1)
             for c in range(-rc, rc + 1)
-        ]
-        return sorted(found, key=lambda move: (move[2], move[0], move[1]))
-
-    def arcs(self, height: int, width: int, like: Tensor) -> StencilMoves:
-        """The moves on a grid, in ``like``'s dtype and on its device."""
-        return _stencil_moves(self, height, width, like.dtype, like.device)
+            for s in range(-rs, rs + 1)
+        )
 
     def full(self, height: int, width: int) -> GridCost:
         """The same cost with a window that covers such an image."""
-        return GridCost(2 * max(height, width) - 1, self.p)
+        return GridCost(2 * max(height, width) - 1, self.p, self.channel_cost)
 
     def describe(self) -> dict[str, Any]:
         """The cost as plain data; :func:`read_cost` reads it."""
-        return {"cost": "grid", "window": self.window, "p": float(self.p)}
+        about = {"cost": "grid", "window": self.window, "p": float(self.p)}
+        return about if self.channel_cost is None else {**about, "channel_cost": self.channel_cost}
 
 
 @lru_cache(maxsize=64)
 def _stencil_moves(
-    cost: GridCost | StencilCost, height: int, width: int, dtype: torch.dtype, device: torch.device
+    cost: _ByOffset, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> StencilMoves:
     """The moves of a stencil cost. Cached per grid, dtype and device, because an attack asks at
     every step."""
+    channels, height, width = shape
     like = torch.empty(0, dtype=dtype, device=device)
-    return StencilMoves(cost.moves(height, width), (height, width), like)
+    return StencilMoves(cost.moves(height, width, channels), shape, like)
 
 
 class DenseCost:
@@ -475,11 +552,14 @@ class DenseCost:
     def __repr__(self) -> str:
         return f"DenseCost({self.size} x {self.size})"
 
-    def arcs(self, height: int, width: int, like: Tensor) -> DenseMoves:
-        """The moves on a grid of ``height * width = n`` pixels, in ``like``'s dtype and on its
+    channel_cost: float | None = None
+
+    def arcs(self, like: Tensor) -> DenseMoves:
+        """The moves on images ``(B, C, H, W)`` of ``H * W = n`` pixels, in their dtype and on their
         device."""
+        height, width = (int(side) for side in like.shape[-2:])
         self.check_size(height, width)
-        return DenseMoves(self.matrix, (height, width), like)
+        return DenseMoves(self.matrix, (1, height, width), like)
 
     def check_size(self, height: int, width: int) -> None:
         """Raise an error unless the matrix is for images of this size."""
@@ -504,7 +584,7 @@ GroundCost = GridCost | StencilCost | DenseCost
 def read_cost(description: Mapping[str, Any]) -> GridCost | StencilCost | None:
     """The cost described by ``describe``; ``None`` for a matrix, and for balls without a cost."""
     if description.get("cost") == "grid":
-        return GridCost(description["window"], description["p"])
+        return GridCost(description["window"], description["p"], description.get("channel_cost"))
     if description.get("cost") == "table":
         rows = description["table"]
         return StencilCost(tuple(tuple(math.inf if v is None else v for v in row) for row in rows))

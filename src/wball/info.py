@@ -64,7 +64,7 @@ def _available() -> list[str]:
 
 def _probe(device: str) -> tuple[torch.Tensor, Moves]:
     x = torch.zeros(1, 1, 4, 4, device=device)
-    return x, GridCost(3).arcs(4, 4, x)
+    return x, GridCost(3).arcs(x)
 
 
 def compile_kernels() -> None:

@@ -174,7 +174,7 @@ class FactoredPlan(StoredPlan):
             return super().net_cost()
         moves, price = self.moves.like(x), per_image(psi, x)
         column = torch.exp(s - per_image(0.5 * (high + low), s))
-        weights = moves.weights(price.expand(-1, x.shape[1], 1, 1))[ALL]
+        weights = moves.weights(price)[ALL]
         row = x * give / moves.sums(column, weights)[:, :, 0]
         net = moves.net_cost(row, column * keep, price)
         idle = (scale == 0) | ~give.flatten(1).any(1)  # potentials may be NaN

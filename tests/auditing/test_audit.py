@@ -211,7 +211,7 @@ def test_linf_ball() -> None:
     assert not audit(ball, dark, z - 0.01).valid.any()
 
 
-MOVES = {(r, c): k for k, (r, c, _) in enumerate(GridCost().moves(8, 8))}
+MOVES = {(r, c): k for k, (r, c, *_) in enumerate(GridCost().moves(8, 8))}
 
 
 def plan_of(x: Tensor, z: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_a_plan_is_proof_and_a_wrong_plan_is_not(monkeypatch: pytest.MonkeyPatch
     solved = []
     inner = ot.emd
     monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
-    report = audit(ball, x, z, plan=Plan(GridCost().arcs(8, 8, x), good), exact="needed")
+    report = audit(ball, x, z, plan=Plan(GridCost().arcs(x), good), exact="needed")
     assert report.all_valid
     assert not solved
     assert not report.exact.any()

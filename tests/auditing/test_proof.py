@@ -196,7 +196,7 @@ def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
     for _ in range(6):
         x = torch.rand(1, 1, 5, 6, generator=random, dtype=torch.float64)
         proof = FactoredPlan(
-            cost.arcs(5, 6, x),
+            cost.arcs(x),
             x,
             3 * torch.randn(x.shape, generator=random),
             2 * torch.rand(1, generator=random),
@@ -270,7 +270,7 @@ def test_no_pixel_may_send_more_than_it_has() -> None:
     assert proved_distance(cost, x, z, chain).isinf().all()
     dear = torch.tensor([[[[60.0, 40.0, 20.0, 0.0, -20.0]]]], dtype=torch.float64).flip(3)
     one = torch.ones_like(x)
-    many = FactoredPlan(cost.arcs(1, 5, x), x, dear, torch.zeros(1), one, 1e6 * one, torch.ones(1))
+    many = FactoredPlan(cost.arcs(x), x, dear, torch.zeros(1), one, 1e6 * one, torch.ones(1))
     assert proved_distance(cost, x, z, many).isinf().all()
 
 
@@ -293,7 +293,7 @@ def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
 def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
     x = torch.rand(2, 1, 5, 6, dtype=torch.float64)
     proof = replace(
-        FactoredPlan.identity(cost.arcs(5, 6, x), x),
+        FactoredPlan.identity(cost.arcs(x), x),
         potentials=torch.randn_like(x),
         scale=torch.ones(2).double(),
     )

@@ -107,6 +107,21 @@ def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> 
     assert result.success.any()
 
 
+def test_default_steps_of_pgd_follow_the_radius() -> None:
+    """Sign steps of 0.1 lose most of a small budget in the projection."""
+    model, (x, y) = wball.load_model("mnist-standard"), wball.load_sample("mnist")
+    x, y, ball = x[:20], y[:20], WassersteinBall(0.1)
+    ours = PGD(ball, steps=20)(model, x, y).success
+    signs = PGD(ball, steps=20, step="linf")(model, x, y).success
+    assert int(ours.sum()) >= int(signs.sum()) + 6
+    for eps in (0.01, 1.0, torch.rand(20)):
+        norm, size = ball.at(eps).ascent_step(x, 20)
+        moved = torch.as_tensor(eps).expand(20).double().clamp(max=1) * x.double().sum((1, 2, 3))
+        assert norm == "l2"
+        torch.testing.assert_close(size, 0.7 * (2 * moved).sqrt())
+    assert LinfBall(0.1).ascent_step(x, 20) == ("linf", 0.0125)
+
+
 @pytest.mark.parametrize("name", ["dual averaging", "linf pgd", "linf frank-wolfe", "fast"])
 def test_model_is_left_as_found(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     net.train()

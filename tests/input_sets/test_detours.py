@@ -58,7 +58,7 @@ def charges_of(kernel: Tensor, weights: Tensor, source: TransportSet) -> Charges
     moved = torch.stack(
         [
             wide[..., around + r : around + r + height, around + c : around + c + width] - kernel
-            for r, c, _ in source.listed
+            for r, c, *_ in source.listed
         ],
         2,
     ).clamp(min=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wball.cost import GridCost, StencilCost
+from wball.cost import GridCost, GroundCost, StencilCost
 from wball.kernels import dispatch
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")
@@ -22,6 +22,8 @@ INTERPRETED = DEVICE == "cpu"
 UNIT, WINDOW = (0.0, 1.0), GridCost(3)
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
 """Not symmetric; some moves have no way back."""
+COLOURS = GridCost(3, channel_cost=0.6)
+"""Mass may change the channel."""
 FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))
 """One step to the right costs nothing."""
 
@@ -39,6 +41,15 @@ def solver(operation: str, kernel: str) -> Callable[..., Any]:
     need(kernel)
     function: Callable[..., Any] = getattr(dispatch.load(operation, kernel), operation)
     return function
+
+
+def masses(cost: GroundCost, z: Tensor) -> Tensor:
+    """What moves keep: the mass of each channel, or of each image."""
+    return (
+        z.double().flatten(2).sum(2)
+        if cost.channel_cost is None
+        else z.double().flatten(1).sum(1)[:, None]
+    )
 
 
 def random_images(seed: int, lit: float = 0.5, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Tensor:

@@ -17,7 +17,7 @@ from wball.kernels import dispatch
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan
 from wball.solvers.oracle import TransportOracle
 
-MOVES = GridCost(3).arcs(4, 4, torch.zeros(()))
+MOVES = GridCost(3).arcs(torch.zeros(1, 1, 4, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     elsewhere = torch.empty(1, 1, 4, 4, device="meta", dtype=torch.float64)
-    matrix = DenseCost(1 - torch.eye(16)).arcs(4, 4, torch.zeros(()))
+    matrix = DenseCost(1 - torch.eye(16)).arcs(torch.zeros(1, 1, 4, 4))
     assert dispatch.choose("proximal_newton", elsewhere, MOVES) == "cpu"
     assert (
         dispatch.choose("proximal_newton", elsewhere, matrix) == "torch"

@@ -65,7 +65,7 @@ class Case:
         b += self.ramp * torch.arange(self.shape[-1]) / self.shape[-1]
         x, b = x.to(DEVICE, dtype), narrowed(b).to(DEVICE, dtype)
         q = noise(self.seed + 1, 0.1 * self.scale * warm, self.shape).to(DEVICE, dtype)
-        budget, moves = self.eps * x.double().sum((1, 2, 3)), self.cost.arcs(*self.shape[2:], x)
+        budget, moves = self.eps * x.double().sum((1, 2, 3)), self.cost.arcs(x)
         psi = torch.full_like(budget, 3.0 if warm else 10.0, dtype=dtype)
         return PlanRequest(
             x, b, budget, moves, self.box, psi=psi, q=q, sweeps=self.sweeps, momentum=self.momentum
@@ -188,7 +188,7 @@ def test_programs_that_share_an_image_equal_the_reference(shape: tuple[int, ...]
     assert triton_plan.shared_out(batch, tiles, triton_plan.processors(x.device))[0] > 1
     for eps in (1e-3, 0.05):
         ball = WassersteinBall(eps)
-        request = PlanRequest(x, b, ball.budget(x), ball.cost.arcs(height, width, x), ball.box)
+        request = PlanRequest(x, b, ball.budget(x), ball.cost.arcs(x), ball.box)
         exact = reference.entropic_plan(request)
         for _ in range(10):
             ours = triton_plan.entropic_plan(request)
@@ -266,7 +266,7 @@ def assert_describes(
 
 
 def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: Any) -> EntropicPlan:
-    moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
+    moves = ball.cost.arcs(x)
     return entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, **options))
 
 
@@ -277,9 +277,7 @@ def test_the_answer_describes_a_plan_of_the_ball(
 ) -> None:
     for k, problem in enumerate(random_problems(24, kind=kind, box=box)):
         x, b = problem.x, (1.0, 30.0)[k % 2] * problem.g
-        request = PlanRequest(
-            x, b, problem.ball.budget(x), problem.ball.cost.arcs(*x.shape[2:], x), box
-        )
+        request = PlanRequest(x, b, problem.ball.budget(x), problem.ball.cost.arcs(x), box)
         assert_describes(problem.ball, request, entropic_plan(request), 1e-9)
 
 
@@ -351,12 +349,12 @@ def test_strided_inputs_are_read_and_kept_and_nothing_is_compiled_twice() -> Non
 
     x = torch.rand(2, 9, 9, 1).permute(0, 3, 1, 2)
     b = torch.randn(2, 1, 9, 9, requires_grad=True)
-    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(9, 9, x)
+    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(x)
     request = PlanRequest(x, b, budget, moves, UNIT, psi=torch.ones(2), q=torch.zeros(2, 1, 9, 9))
     expected = reference.entropic_plan(request)
     torch.testing.assert_close(cpu.entropic_plan(request).z, expected.z, atol=1e-5, rtol=0)
     assert request.q is not None and not request.q.any()
-    few = StencilMoves([(0, 0, 0), (0, 1, 1)], (9, 9), x)
+    few = StencilMoves([(0, 0, 0, 0.0), (0, 1, 0, 1.0)], (1, 9, 9), x)
     cpu.entropic_plan(replace(request, x=x.double(), budget=torch.tensor(0.3).expand(2)))
     cpu.entropic_plan(replace(request, moves=few, box=None, psi=torch.ones(()).expand(2)))
     assert len(cpu._plan_images.signatures) == 1

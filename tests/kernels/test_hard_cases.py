@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from kernels.cases import (
+    COLOURS,
     DEVICE,
     FREE,
     INTERPRETED,
     ONE_WAY,
     UNIT,
     WINDOW,
+    masses,
     need,
     noise,
     random_images,
@@ -83,7 +85,7 @@ class Case:
     reg: float = 100.0
 
     def arcs(self, x: Tensor) -> Any:
-        return self.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+        return self.cost.arcs(x)
 
 
 def spot(
@@ -144,6 +146,9 @@ PLANS = {
         0.2 + 0.7 * random_images(10), noise(10, 4.0), box=(0.2, 0.9), eps=0.3
     ),
     "free moves": plan_case(random_images(11), noise(11, 3.0), cost=FREE),
+    "moves across channels": plan_case(
+        random_images(15, shape=(2, 3, 3, 4)), noise(15, 3.0, (2, 3, 3, 4)), cost=COLOURS
+    ),
     "moves that all go one way": plan_case(random_images(12), noise(12, 3.0), cost=ONE_WAY),
     "a budget that no plan can spend": plan_case(random_images(13), noise(13, 1.0), eps=9.0),
     "nothing can move": plan_case(
@@ -158,7 +163,7 @@ PLANS = {
 def test_entropic_plan(kernel: str, name: str) -> None:
     case = PLANS[name]
     x, b = case.x.to(DEVICE), case.w.to(DEVICE)
-    mass = x.double().sum((2, 3))
+    mass = masses(case.cost, x)
     budget = case.eps * mass.sum(1)
     moves = case.arcs(x)
     request = PlanRequest(
@@ -168,7 +173,7 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     plan: EntropicPlan = solver("entropic_plan", kernel)(request)
     # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes
     # mass.
-    assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all())  # mass
+    assert bool(((masses(case.cost, plan.z) - mass).abs() <= 2e-7 * mass).all())  # mass
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert bool(((plan.z >= lo) & (plan.z <= hi)).all())  # box
     assert bool(
@@ -211,6 +216,9 @@ PROJECTIONS = {
     "channels, one-way moves": projection_case(
         random_images(37, shape=(1, 2, 3, 4)), noise(37, 0.5, (1, 2, 3, 4)), cost=ONE_WAY
     ),
+    "moves across channels": projection_case(
+        random_images(38, shape=(2, 3, 3, 4)), noise(38, 0.5, (2, 3, 3, 4)), cost=COLOURS
+    ),
     "pixels that must keep something": projection_case(
         0.2 + 0.7 * random_images(38), noise(38, 1.0), box=(0.2, 0.9)
     ),
@@ -235,7 +243,7 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     """Few sweeps: a point is valid wherever they end."""
     case = PROJECTIONS[name]
     x, w = case.x.to(DEVICE), case.w.to(DEVICE)
-    mass = x.double().sum((2, 3))
+    mass = masses(case.cost, x)
     budget, tau = case.eps * mass.sum(1), mass.sum(1) / case.reg
     moves = case.arcs(x)
     found: ProjectedSinkhorn = solver("projected_sinkhorn", kernel)(Projection(
@@ -243,7 +251,7 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
         factors=factors,
     ))  # fmt: skip
     point = found.z
-    assert bool(((point.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all())  # mass
+    assert bool(((masses(case.cost, point) - mass).abs() <= 2e-7 * mass).all())  # mass
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert bool(((point >= lo) & (point <= hi)).all())  # box
     assert bool((found.cost <= budget * (1 + 1e-6)).all())  # budget
@@ -259,6 +267,9 @@ MAXIMA = {
     "random": Case(random_images(20), noise(20, 1.0)),
     "channels, one-way moves": Case(
         random_images(21, shape=(1, 2, 3, 4)), noise(21, 1.0, (1, 2, 3, 4)), cost=ONE_WAY
+    ),
+    "moves across channels": Case(
+        random_images(28, shape=(1, 3, 2, 3)), noise(28, 1.0, (1, 3, 2, 3)), cost=COLOURS
     ),
     "free moves": Case(random_images(22), noise(22, 1.0), cost=FREE),
     "more than can be spent": Case(random_images(23), noise(23, 1.0), eps=9.0),
@@ -294,7 +305,7 @@ def test_linear_maximum(
     assert case.best is None or best == pytest.approx(case.best, abs=1e-6)
     for z in (plan.columns().double(), maximiser(a, x, budget, moves, found).double()):
         assert float((z * a).sum()) == pytest.approx(best, abs=2 * size), "reached"
-        torch.testing.assert_close(z.sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(masses(case.cost, z), masses(case.cost, x), rtol=1e-6, atol=1e-9)
         if case.eps > 0:
             assert float(ball.distance(x.double(), z)) <= case.eps * (1 + 1e-5), "inside"
 
@@ -302,8 +313,9 @@ def test_linear_maximum(
 def maximum_by_definition(case: Case, a: Tensor, x: Tensor, budget: Tensor) -> float:
     """The dual function has its minimum at 0 or where two moves out of a pixel are worth the
     same."""
-    arcs = arc_list(case.cost, *x.shape[2:])
-    mass, worth = x.double().cpu().flatten(2)[0], a.double().cpu().flatten(2)[0]
+    arcs = arc_list(case.cost, *x.shape[2:], x.shape[1])
+    parts = (1 if case.cost.channel_cost else x.shape[1], -1)
+    mass, worth = x.double().cpu()[0].reshape(parts), a.double().cpu()[0].reshape(parts)
     start, end = (torch.tensor([arc[k] for arc in arcs], dtype=torch.long) for k in (0, 1))
     cost = torch.full((mass.shape[1],) * 2, math.inf, dtype=torch.float64)
     cost[start, end] = torch.tensor([arc[2] for arc in arcs], dtype=torch.float64)
@@ -332,7 +344,7 @@ def test_linear_maximum_of_a_batch(
     monkeypatch.setenv("WBALL_KERNEL", kernel)
     cases = [MAXIMA[n] for n in ("random", "a black image", "a flat function", "one lit pixel")]
     a, x = (torch.cat([getattr(case, part) for case in cases]).to(DEVICE) for part in ("w", "x"))
-    moves, budget = GridCost(5).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
+    moves, budget = GridCost(5).arcs(x), 0.2 * x.double().sum((1, 2, 3))
     found = linear_maximum(a, x, budget, moves, exact=exact)
     z = maximising_plan(a, x, budget, moves, found).columns()
     for k in range(len(cases)):
@@ -381,6 +393,9 @@ EXACT = {
     "an image of full pixels": exact_case(torch.ones(SMALL), 1 + noise(32, 0.3, SMALL)),
     "channels, one-way moves": exact_case(
         random_images(33, shape=(1, 2, 2, 3)), noise(33, 1.0, (1, 2, 2, 3)), cost=ONE_WAY
+    ),
+    "moves across channels": exact_case(
+        random_images(35, shape=(1, 3, 2, 3)), noise(35, 1.0, (1, 3, 2, 3)), cost=COLOURS
     ),
     "free moves": exact_case(random_images(34, shape=SMALL), noise(34, 1.0, SMALL), cost=FREE),
     "without a box, far away": exact_case(

@@ -60,7 +60,7 @@ def problem(
 ) -> Projection:
     x, w = x.to(DEVICE), w.to(DEVICE)
     tau = x.double().sum((1, 2, 3)) / reg
-    moves, budget = ball.cost.arcs(*x.shape[2:], x), ball.budget(x)
+    moves, budget = ball.cost.arcs(x), ball.budget(x)
     return Projection(x, w, budget, moves, ball.box, tau, tol=tol, **{"max_iter": 400} | options)
 
 
@@ -300,7 +300,7 @@ def test_programs_refuse_images_that_do_not_fit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     x = torch.zeros(1, 3, 128, 128, device=DEVICE)
     with pytest.raises(dispatch.KernelError, match="do not fit in one program"):
-        dispatch.choose("projected_sinkhorn", x, GridCost(3).arcs(128, 128, x))
+        dispatch.choose("projected_sinkhorn", x, GridCost(3).arcs(x))
 
 
 @pytest.mark.gpu

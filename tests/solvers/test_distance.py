@@ -26,14 +26,19 @@ from references import reference_distance
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall
 
 
+def planes(p: Problem, image: Tensor) -> np.ndarray:
+    """The parts of an image that exchange no mass."""
+    return image.reshape(1 if p.ball.cost.channel_cost else p.x.shape[1], -1).numpy()
+
+
 def moved(p: Problem, seed: int = 0) -> Tensor:
     """A point of the window's reach: random rows of a plan, so that the exact distance is not what
     was spent."""
     rng = np.random.default_rng(seed)
     height, width = p.x.shape[2:]
-    x = p.x[0].reshape(p.x.shape[1], -1).numpy()
+    x = planes(p, p.x)
     z = np.zeros_like(x)
-    arcs = arc_list(p.ball.cost, height, width)
+    arcs = arc_list(p.ball.cost, height, width, p.x.shape[1])
     by_source: dict[int, list[int]] = {}
     for i, j, _ in arcs:
         by_source.setdefault(i, []).append(j)
@@ -47,11 +52,12 @@ def moved(p: Problem, seed: int = 0) -> Tensor:
 def dense_pot(p: Problem, z: Tensor) -> float:
     """POT on the dense matrix, with a large price on forbidden moves."""
     height, width = p.x.shape[2:]
-    matrix = np.full((height * width,) * 2, 1e4)
-    for i, j, c in arc_list(p.ball.cost, height, width):
+    x, z = planes(p, p.x), planes(p, z)
+    matrix = np.full((x.shape[1],) * 2, 1e4)
+    for i, j, c in arc_list(p.ball.cost, height, width, p.x.shape[1]):
         matrix[i, j] = c
     total = 0.0
-    for a, b in zip(p.x[0].flatten(1).numpy(), z[0].flatten(1).numpy(), strict=True):
+    for a, b in zip(x, z, strict=True):
         if a.sum() > 0:
             total += ot.emd2(a, b * a.sum() / b.sum(), matrix)
     return total / (p.mass if p.ball.mass == "relative" else 1.0)

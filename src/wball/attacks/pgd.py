@@ -27,8 +27,6 @@ from wball.inputs import check_choice, check_count, check_positive, per_image
 from wball.plan import Plan
 from wball.solvers.oracle import EntropicProjection
 
-Step = Literal["linf", "l2", "wasserstein"]
-
 
 @dataclass(frozen=True)
 class GrowingRadius:
@@ -75,9 +73,10 @@ class PGD(SteppedAttack):
     Attributes:
         steps: gradient steps.
         step_size: ``alpha``: in pixel values for ``"linf"`` and ``"l2"``, in the unit of ``eps``
-            for ``"wasserstein"``. ``None`` takes ``2.5 * eps / steps`` on a ``LinfBall``, 0.1
-            otherwise.
-        step: the norm of the step.
+            for ``"wasserstein"``. ``None`` takes that of the ball, if ``step`` is its norm (see
+            ``ball.ascent_step``), and 0.1 otherwise.
+        step: the norm of the step. ``None`` takes that of the ball, ``"l2"`` for a
+            ``WassersteinBall`` and ``"linf"`` for others; with a ``step_size`` it is ``"linf"``.
         reg: the paper's lambda, for the projection and the Wasserstein step; ``inf`` is exact.
         random_start: start at a random point of the ball.
         growth: let the radius grow from ``ball.eps``; ``None`` keeps it.
@@ -88,7 +87,7 @@ class PGD(SteppedAttack):
     """
 
     step_size: float | None = None
-    step: Step = "linf"
+    step: Literal["linf", "l2", "wasserstein"] | None = None
     reg: float = math.inf
     random_start: bool = False
     growth: GrowingRadius | None = None
@@ -108,7 +107,7 @@ class PGD(SteppedAttack):
         check_choice("mode", self.mode, ("exact", "paper"))
         if self.step_size is not None:
             check_positive("step_size", self.step_size)
-        check_choice("step", self.step, ("linf", "l2", "wasserstein"))
+        check_choice("step", self.step or "linf", ("linf", "l2", "wasserstein"))
         paper = isinstance(self.ball, WassersteinBall) and math.isfinite(self.reg)
         if self.mode == "paper" and not paper:
             raise ValueError(
@@ -144,7 +143,7 @@ class PGD(SteppedAttack):
         settings.
 
         >>> PGD.paper("mnist", "scripts").ball.cost
-        GridCost(window=7, p=2.0)
+        GridCost(window=7, p=2.0, channel_cost=None)
         """
         check_choice("dataset", dataset, ("mnist", "cifar10"))
         check_choice("source", source, ("curves", "text", "scripts"))
@@ -158,6 +157,7 @@ class PGD(SteppedAttack):
         settings: dict[str, Any] = {
             "ball": WassersteinBall(eps, cost=GridCost(window, power)),
             "steps": steps,
+            "step": "linf",
             "step_size": 0.1,
             "reg": reg,
             "growth": GrowingRadius(factor, 10),
@@ -199,14 +199,16 @@ class PGD(SteppedAttack):
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         """The point after a gradient step, before the projection."""
-        z = state.z
-        if self.step == "wasserstein":
-            ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
+        (norm, alpha), z = state.ball.ascent_step(state.x, self.steps), state.z
+        step = self.step or (norm if self.step_size is None else "linf")
+        if self.step_size is not None or step != norm:
+            alpha = 0.1 if self.step_size is None else self.step_size
+        if step == "wasserstein":
+            ball = state.ball.at(alpha)
             return ball.support(into_box(z, ball.box), normalised(gradient), self.reg).point
-        alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
         if isinstance(alpha, Tensor):
             alpha = per_image(alpha.to(z), z)
-        if self.step == "linf":
+        if step == "linf":
             return z + alpha * gradient.sign()
         length = per_image(gradient.flatten(1).norm(dim=1), z)
         return z + alpha * gradient / length.clamp(min=torch.finfo(z.dtype).tiny)

@@ -42,21 +42,23 @@ class ListedMoves(NamedTuple):
         return float(paid.min()) if len(paid) else 0.0
 
 
-def list_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
-    """Every move that a cost allows on a grid."""
+def list_moves(cost: GroundCost, channels: int, height: int, width: int) -> ListedMoves:
+    """Every move that a cost allows on a grid: of a channel, or of the whole image if moves change
+    the channel."""
     if isinstance(cost, DenseCost):
         cost.check_size(height, width)
         matrix = cost.matrix.cpu().numpy()
         source, target = np.nonzero(np.isfinite(matrix))
         return ListedMoves(source, target, matrix[source, target])
-    steps = cost.moves(height, width)
-    row, column = np.divmod(np.arange(height * width), width)
+    steps = cost.moves(height, width, channels)
+    sides = (1 if cost.channel_cost is None else channels, height, width)
+    places = np.indices(sides).reshape(3, -1)
     sources, targets = [], []
-    for down, right, _ in steps:
-        rows, columns = row + down, column + right
-        inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    for down, right, over, _ in steps:
+        ends = zip(places, (over, down, right), sides, strict=True)
+        inside = np.all([(at + by >= 0) & (at + by < side) for at, by, side in ends], axis=0)
         sources.append(np.flatnonzero(inside))
-        targets.append(sources[-1] + down * width + right)
+        targets.append(sources[-1] + (over * height + down) * width + right)
     price = np.repeat([value for *_, value in steps], [len(part) for part in sources])
     return ListedMoves(np.concatenate(sources), np.concatenate(targets), price)
 

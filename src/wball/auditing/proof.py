@@ -87,7 +87,8 @@ def _factors(plan: FactoredPlan, x: Tensor) -> list[Tensor]:
 
 
 class _MoveTable:
-    """Every move out of a pixel, as tensors ``(K, n)``.
+    """Every move out of a pixel, as tensors ``(K, n)``; if moves change the channel, the pixels are
+    those of the whole image.
 
     Entry ``[k, i]`` is the ``k``-th move from pixel ``i``. First come the ``listed`` moves of the
     cost, then opposites that do not exist.
@@ -101,26 +102,29 @@ class _MoveTable:
     """
 
     def __init__(self, cost: GroundCost, x: Tensor) -> None:
-        height, width = int(x.shape[2]), int(x.shape[3])
-        n = height * width
-        here = torch.arange(n)
+        channels, height, width = (int(side) for side in x.shape[1:])
+        self.channels = 1 if cost.channel_cost is None else channels  # that exchange mass
+        sides = torch.tensor([height, width, self.channels])
+        here = torch.arange(n := int(sides.prod()))
         if isinstance(cost, DenseCost):
             price = cost.matrix.cpu().T
             self.listed = n
             inside = torch.ones(n, n, dtype=torch.bool)
             target, opposite = here[:, None].expand(n, n), torch.arange(n * n).view(n, n).T
         else:
-            prices = {(down, right): value for down, right, value in cost.moves(height, width)}
+            moves = cost.moves(height, width, channels)
+            prices = {(down, right, over): value for down, right, over, value in moves}
             self.listed = len(prices)
-            for down, right in list(prices):
-                prices.setdefault((-down, -right), math.inf)
+            for down, right, over in list(prices):
+                prices.setdefault((-down, -right, -over), math.inf)
             number = {step: k for k, step in enumerate(prices)}
             price = torch.tensor(list(prices.values()), dtype=torch.float64)[:, None].expand(-1, n)
-            step = torch.tensor(list(prices))
-            row, column = here // width + step[:, :1], here % width + step[:, 1:]
-            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-            target = torch.where(inside, row * width + column, here)
-            back = torch.tensor([number[-down, -right] for down, right in prices])
+            places = torch.stack([here // width % height, here % width, here // (height * width)])
+            ends = torch.tensor(list(prices))[:, :, None] + places  # (K, 3, n)
+            inside = ((ends >= 0) & (ends < sides[:, None])).all(1)
+            row, column, channel = ends.unbind(1)
+            target = torch.where(inside, (channel * height + row) * width + column, here)
+            back = torch.tensor([number[-r, -c, -s] for r, c, s in prices])
             own = torch.arange(len(prices))
             opposite = torch.where(inside, back[:, None], own[:, None]) * n + target
         exists = inside & price.isfinite()
@@ -161,7 +165,8 @@ def _factored_flow(
 def _listed_flow(moves: _MoveTable, x: Tensor, listed: Tensor) -> Tensor:
     """The flow of a plan that lists its moves; NaN on moves that do not exist."""
     n = moves.target.shape[1]
-    given = listed.reshape(-1, moves.listed, n).abs()
+    given = listed.unflatten(1, (-1, moves.channels)).movedim(3, 2)
+    given = given.reshape(-1, moves.listed, n).abs()
     flow = torch.zeros((len(given), *moves.cost.shape), dtype=torch.float64, device=x.device)
     flow[:, : moves.listed] = given
     return flow.masked_fill_(~moves.exists & (flow != 0), math.nan)

@@ -3,7 +3,8 @@ r"""How far an image is from being in a ball, in float64, and the tolerances of 
 :class:`Violations` is what every ball answers (:meth:`wball.ball.Ball.violations`).
 :func:`transport_violations` is the answer of a Wasserstein ball, without solvers or kernels:
 
-- *mass*: ``max_c |sum z_c - sum x_c| / m`` over channels ``c``, with ``m`` the mass of ``x``;
+- *mass*: ``max_c |sum z_c - sum x_c| / m`` over channels ``c``, with ``m`` the mass of ``x``; if
+  moves change the channel, all channels count as one, here and below;
 - *box*: how far the worst pixel is outside ``[lo, hi]`` (without a box: below 0);
 - *distance*: the exact optimal transport cost in the unit of ``eps``, or an upper bound that a plan
   proves (:mod:`wball.auditing.proof`).
@@ -137,12 +138,13 @@ def transport_violations(
     finite = end.isfinite().flatten(1).all(1)
     end = torch.where(per_image(finite, end), end, 0.0)
     mass = start.flatten(1).sum(1)
-    off = (end.sum((2, 3)) - start.sum((2, 3))).abs().amax(1)
-    moves = all_moves(cost, int(start.shape[2]), int(start.shape[3]))
+    parts = connected(cost, start), connected(cost, end)
+    off = (parts[1].sum(2) - parts[0].sum(2)).abs().amax(1)
+    moves = all_moves(cost, *start.shape[1:])
     unit = mass if relative else torch.ones_like(mass)
     if plan is None:
-        pairs = zip(start.cpu().numpy(), end.cpu().numpy(), strict=True)
-        costs = [transport_cost(partial(match_channel, moves), *pair) for pair in pairs]
+        pairs = zip(*(part.cpu().numpy() for part in parts), strict=True)
+        costs = [transport_cost(partial(match_part, moves), *pair) for pair in pairs]
         total = torch.tensor(costs, dtype=torch.float64, device=x.device)
     else:
         total = proved_distance(cost, start, end, plan)
@@ -158,14 +160,15 @@ def transport_violations(
 def cheapest_plan(cost: GroundCost, x: Tensor, z: Tensor) -> tuple[Index, Index, Array]:
     """The moves of an optimal plan from ``x`` to ``z``, both ``(C, H, W)``: start, end and mass.
 
-    Pixels are numbered row by row in each channel. Mass that stays, or has no move, is left out.
+    Pixels are numbered row by row in each channel, or in the whole image if moves change the
+    channel. Mass that stays, or has no move, is left out.
     """
-    moves = all_moves(cost, int(x.shape[1]), int(x.shape[2]))
+    moves = all_moves(cost, *x.shape)
     parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
-    end = z.detach().to("cpu", torch.float64).clamp(min=0).flatten(1).numpy()
-    for a, b in zip(x.detach().to("cpu", torch.float64).flatten(1).numpy(), end, strict=True):
+    start, end = (connected(cost, to_planes(image[None]).cpu())[0].numpy() for image in (x, z))
+    for a, b in zip(start, np.maximum(end, 0.0), strict=True):
         if a.sum() > 0 and b.sum() > 0 and not np.array_equal(a, b):
-            found = match_channel(moves, a, b)
+            found = match_part(moves, a, b)
             source, target = moves.source[found.arcs], moves.target[found.arcs]
             used = (found.flow > 1e-7 * a.sum()) & (source != target)
             parts.append((source[used], target[used], found.flow[used]))
@@ -179,15 +182,21 @@ def to_planes(x: Tensor) -> Tensor:
     return image if image.ndim == 4 else image[:, None, None, :]
 
 
+def connected(cost: GroundCost, planes: Tensor) -> Tensor:
+    """``(B, P, n)``: the parts of images that exchange no mass, channels unless moves change
+    them."""
+    return planes.flatten(2) if cost.channel_cost is None else planes.flatten(1)[:, None]
+
+
 def over(total: Tensor, unit: Tensor) -> Tensor:
     """Quotients with 0 / 0 = 0 and a / 0 = inf for a > 0."""
     return torch.where(total == 0, 0.0, total / unit)
 
 
 @lru_cache(maxsize=8)
-def all_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
+def all_moves(cost: GroundCost, channels: int, height: int, width: int) -> ListedMoves:
     """:func:`list_moves`, cached for a few image sizes."""
-    return list_moves(cost, height, width)
+    return list_moves(cost, channels, height, width)
 
 
 def transport_cost(
@@ -196,16 +205,15 @@ def transport_cost(
     z: Array,
     keep: dict[int, Matching] | None = None,
 ) -> float:
-    """Least cost of turning ``x`` into ``z``, both ``(C, H, W)``, in mass units.
+    """Least cost of turning ``x`` into ``z``, both ``(P, n)``, in mass units.
 
-    It is infinite if this is impossible. ``matched`` solves the transport problem of a channel, and
-    ``keep`` gets its answers by the number of the channel.
+    It is infinite if this is impossible. ``matched`` solves the transport problem of a part, and
+    ``keep`` gets its answers by the number of the part.
     """
     if float(z.min()) < -BOX_TOL:
         return math.inf
-    mass, missing, pairs, channels = float(x.sum()), 0.0, [], []
-    ends = np.maximum(z, 0.0).reshape(len(z), -1)
-    for channel, (start, end) in enumerate(zip(x.reshape(len(x), -1), ends, strict=True)):
+    mass, missing, pairs, parts = float(x.sum()), 0.0, [], []
+    for part, (start, end) in enumerate(zip(x, np.maximum(z, 0.0), strict=True)):
         if np.array_equal(start, end):
             continue  # staying is free
         before, after = float(start.sum()), float(end.sum())
@@ -214,7 +222,7 @@ def transport_cost(
             return math.inf
         if before > 0 and after > 0:
             pairs.append((start, end))
-            channels.append(channel)
+            parts.append(part)
         else:
             missing += before + after
     if len(pairs) > 1 and pairs[0][0].size > LARGE:
@@ -223,11 +231,11 @@ def transport_cost(
     else:
         found = [matched(*pair) for pair in pairs]
     if keep is not None:
-        keep.update(zip(channels, found, strict=True))
+        keep.update(zip(parts, found, strict=True))
     missing += sum(one.missing for one in found)
     return sum(one.cost for one in found) if missing <= MASS_TOL * mass else math.inf
 
 
-def match_channel(moves: ListedMoves, a: Array, b: Array) -> Matching:
+def match_part(moves: ListedMoves, a: Array, b: Array) -> Matching:
     """Match ``a`` with ``b`` at the least cost, after scaling ``b`` to the mass of ``a``."""
     return match(moves, a, b * (a.sum() / b.sum()))

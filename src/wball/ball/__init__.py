@@ -46,13 +46,18 @@ from wball.solvers.oracle import (
     OraclePoint,
     TransportOracle,
 )
-from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, masses
+from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, Effort, TransportProblem, as_images, masses
 from wball.solvers.projection import project
 from wball.solvers.support import support
 
 __all__ = ["Ball", "LinfBall", "Oracle", "Plans", "WassersteinBall", "check_ball"]
 
 Self = TypeVar("Self", bound="Ball")
+Norm = Literal["linf", "l2"]
+
+STEP = 0.7
+"""Share of the largest change of an image that a default step of projected gradient ascent asks
+for, as strong as the best fixed step at any radius (``python -m benchmarks step_sizes``)."""
 
 
 class Ball(Summarised, ABC):
@@ -122,9 +127,10 @@ class Ball(Summarised, ABC):
         ``max_iter``, ``mode``."""
         return Projector(self, x, reg)
 
-    def step_size(self, steps: int) -> float | Tensor:
-        """Default step of projected gradient ascent, in pixel values."""
-        return 0.1
+    def ascent_step(self, x: Tensor, steps: int) -> tuple[Norm, float | Tensor]:
+        """Default step of projected gradient ascent: its norm, and its size in pixel values, one
+        number or one per image."""
+        return "linf", 0.1
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image."""
@@ -305,8 +311,8 @@ class WassersteinBall(Ball):
 
     where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the
     paper's unit: 0.1 moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves
-    only inside a channel; the budget is shared by all channels. ``eps`` is one number or one per
-    image.
+    only inside a channel, unless the cost has a ``channel_cost``; the budget is shared by all
+    channels. ``eps`` is one number or one per image.
 
     >>> ball = WassersteinBall(0.1)
     >>> x = torch.zeros(1, 1, 3, 3); x[..., 1, 1] = 1.0
@@ -460,14 +466,24 @@ class WassersteinBall(Ball):
             self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan
         )
 
+    def ascent_step(self, x: Tensor, steps: int) -> tuple[Norm, float | Tensor]:
+        r"""A share of the largest :math:`\|z - x\|_2` that the ball could allow.
+
+        Mass ``M`` that leaves and arrives, at most a pixel's range in each, changes an image by
+        ``sqrt(2 M range)`` at most, and the budget moves ``M = budget / cheapest move``.
+        """
+        problem = self.problem(x)
+        moved = problem.budget / problem.moves(as_images(x)).cheapest
+        span = largest(x).double() if self.box is None else self.box[1] - self.box[0]
+        return "l2", STEP * (2 * span * torch.minimum(moved, problem.mass)).sqrt()
+
     def describe(self) -> dict[str, Any]:
         """The threat model without its radius, as plain data."""
         return {**super().describe(), **self.cost.describe(), "mass": self.mass}
 
     def kernel(self, x: Tensor) -> str:
         """Name of the implementation used for such images."""
-        height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
-        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
+        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(as_images(x[:1])))
 
     def oracle(self, x: Tensor, **options: Any) -> TransportOracle:
         """Maps the potentials of an attack to points of the ball; options of
@@ -539,8 +555,8 @@ class LinfBall(Ball):
         """The unit of ``eps``, for tables and plots."""
         return "pixel value"
 
-    def step_size(self, steps: int) -> float | Tensor:
-        return 2.5 * self.eps / steps
+    def ascent_step(self, x: Tensor, steps: int) -> tuple[Norm, float | Tensor]:
+        return "linf", 2.5 * self.eps / steps
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value of each pixel. For half precision they are in float32, which

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input, transposed
+from wball.cost import Move, moving
 from wball.input_sets import InputSet
 from wball.input_sets.rows import Charges, Rows, spread
 from wball.inputs import dot, per_image
@@ -53,8 +54,6 @@ COPIES = 6
 AROUND, PRICES = 6.0, tuple(0.85**k for k in range(20))
 """Length of moves of a first convolution that are followed, and prices ``psi`` that are tried,
 relative to the kernel's steepest slope, above which nothing moves."""
-
-Moves = list[tuple[int, int, float]]
 
 
 class Anchor(ABC):
@@ -105,10 +104,10 @@ class ConvAnchor(Anchor):
     """The units of a convolution of the image, whose gains are the same at every position and for
     every image."""
 
-    def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
+    def __init__(self, convolution: ImageConvolution, moves: list[Move]) -> None:
         self.layer, self.shape = convolution.layer, convolution.image
         self.stride, self.padding = convolution.stride, convolution.padding
-        self.moves = [m for m in moves if m[:2] != (0, 0)]
+        self.moves = moving(moves)
         self.size = convolution.kernel.shape[2:]
         rises, wide = convolution.rises(self.moves)
         self.radius = (wide.shape[2] - self.size[0]) // 2
@@ -226,16 +225,16 @@ class ImageConvolution:
     image: tuple[int, ...]
     layer: tuple[int, ...]
 
-    def rises(self, moves: Moves, sign: float = 1.0) -> tuple[list[Tensor], Tensor]:
+    def rises(self, moves: list[Move], sign: float = 1.0) -> tuple[list[Tensor], Tensor]:
         """``sign (w_j - w_i)`` for each move from ``i`` to ``j``, and ``sign w_i``, both
         ``(units, C, h, w)`` on the kernel widened by the reach of the moves."""
-        around = max((max(abs(r), abs(c)) for r, c, _ in moves), default=0)
+        around = max((max(abs(r), abs(c)) for r, c, *_ in moves), default=0)
         wide = F.pad(sign * self.kernel, (around,) * 4)
         wider = F.pad(sign * self.kernel, (2 * around,) * 4)
-        height, width = wide.shape[2:]
+        ends, (height, width) = (wider, wider.amax(1, keepdim=True)), wide.shape[2:]
         parts = [
-            wider[..., around + r : around + r + height, around + c : around + c + width] - wide
-            for r, c, _ in moves
+            ends[s][..., around + r : around + r + height, around + c : around + c + width] - wide
+            for r, c, s, _ in moves
         ]
         return parts, wide
 
@@ -249,7 +248,7 @@ class ImageConvolution:
         position. Moves may end outside the image here, which only enlarges the bound.
         """
         finer, x = source.finer(AROUND), source.x
-        moves = [m for m in finer.moves if m[:2] != (0, 0)]
+        moves = moving(finer.moves)
         parts, wide = self.rises(moves, sign)
         rises, around = torch.stack(parts, 2), (wide.shape[2] - self.kernel.shape[2]) // 2
         padding = [side + around for side in self.padding]

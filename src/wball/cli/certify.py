@@ -43,6 +43,7 @@ def certify(
         ),
     ] = None,
     window: options.Window = 5,
+    channel_cost: options.ChannelCost = None,
     pictures: options.DataChoice,
     files: options.ModelFiles,
     device: options.Device = "auto",
@@ -73,7 +74,7 @@ def certify(
             f"--save-program {save_program}: the file must end in .pt2 and is for one model"
         )
     console, radii = open_console(as_json), choices.radii(eps or "")
-    threat, where = choices.ball(radii[-1], window), choices.device(device)
+    threat, where = choices.ball(radii[-1], window, channel_cost), choices.device(device)
     loaded = zip(models, load_models(models, files, where, seed), strict=True)
     made = [(_program(spec, files, where) or net, name) for spec, (net, name) in loaded]
     images = choices.load_images(pictures, where, seed, default_limit=10)

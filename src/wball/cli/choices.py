@@ -239,12 +239,12 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     return sorted({float(f"{value:.1g}") for value in spaced})
 
 
-def ball(eps: float, window: int) -> WassersteinBall:
+def ball(eps: float, window: int, channel_cost: float | None) -> WassersteinBall:
     """The threat model: moves within a window cost their length."""
     from wball.ball import WassersteinBall
     from wball.cost import GridCost
 
-    return WassersteinBall(eps, GridCost(window))
+    return WassersteinBall(eps, GridCost(window, channel_cost=channel_cost))
 
 
 def attack(name: str, threat: WassersteinBall) -> Attack:

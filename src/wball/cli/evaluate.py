@@ -66,6 +66,7 @@ class Question:
         ),
     ] = None
     window: options.Window = 5
+    channel_cost: options.ChannelCost = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def evaluate(
     start, console = time.perf_counter(), open_console(results.as_json)
     wanted = _requirements(how)
     given = choices.radii(how.eps) if how.eps is not None else None
-    threat = choices.ball(given[-1] if given else 1.0, how.window)
+    threat = choices.ball(given[-1] if given else 1.0, how.window, how.channel_cost)
     searched, where = choices.attack(how.attack, threat), choices.device(machine.device)
     made = load_models(models, files, where, machine.seed)
     images = choices.load_images(pictures, where, machine.seed, streamed=True)

@@ -25,6 +25,9 @@ Eps = Annotated[
     str | None, Option("--eps", "-e", metavar="X,...", help="radii, such as 0.05,0.1,0.2")
 ]
 Window = Annotated[int, Option(metavar="N", help="mass moves within N x N pixels (N odd)")]
+ChannelCost = Annotated[
+    float | None, Option(metavar="X", help="mass may change the channel, at this price")
+]
 Device = Annotated[str, Option(metavar="NAME", help="auto, cpu, cuda or cuda:N")]
 Seed = Annotated[int, Option(metavar="N", help="random seed")]
 AsJson = Annotated[bool, Option("--json", help="print the result as JSON and nothing else")]

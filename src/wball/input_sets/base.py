@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from wball.cost import Move
 from wball.input_sets.rows import Charges, Rows
 
 Plans = Literal["window", "full"]
@@ -34,7 +35,8 @@ class InputSet(ABC):
         budget: what a plan may cost, ``(B,)``, float64.
         box: the range of a pixel.
         power: moves cost their length to this power and all are allowed; ``None`` otherwise.
-        moves: row, column and cost of the moves that are listed one by one.
+        moves: the moves that are listed one by one: rows, columns, 1 if they lead to the best of
+            all channels (0: their own), and what they cost.
         shares_moves: whether every pixel has the same listed moves.
         far: the cheapest move that is not listed; ``None`` if all are listed.
         follows_far: whether charges of moves that are not listed are bounded by those of two listed
@@ -49,7 +51,7 @@ class InputSet(ABC):
     budget: Tensor
     box: tuple[float, float] | None
     power: float | None = None
-    moves: list[tuple[int, int, float]]
+    moves: list[Move]
     shares_moves = False
     far: float | None = None
     follows_far: bool = False

@@ -21,6 +21,10 @@ length: one of a tier costs at least the tier's shortest length, and the best it
     largest ``a_j - r_j``
 within the tier's longest. This only ever enlarges the bound. Charged rows also tell apart the moves
 that are two listed ones (:mod:`wball.input_sets.detours`), where all pixels are sources.
+
+A move that changes the channel has one option for all channels: the largest ``a_j - r_j`` of any
+channel at the pixel where it ends. This is exact, because its own channel costs less; charges and
+tiers of such balls only bound from above.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.cost import DenseCost, GridCost, GroundCost
+from wball.cost import DenseCost, GridCost, GroundCost, moving
 from wball.input_sets.base import ROUNDS, InputSet, Plans
 from wball.input_sets.detours import Detours, constant, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
@@ -79,8 +83,6 @@ class TransportSet(InputSet):
             tuple[float, int]
         ] = []  # least cost and reach in pixels of unlisted moves, sorted by length
         self.moves = []
-        if isinstance(cost, GridCost) and plans == "full":
-            self.power = cost.p
         if isinstance(cost, DenseCost):
             if cost.size != height * width:
                 raise ValueError(
@@ -90,24 +92,28 @@ class TransportSet(InputSet):
         elif isinstance(cost, GridCost) and plans == "full":
             every = cost.full(height, width).moves(height, width)
             limit = reach**cost.p if len(every) * height * width > LIST_ALL else math.inf
-            self.moves = [m for m in every if m[2] < limit]
-            beyond = [m[2] for m in every if m[2] >= limit]
+            self.moves = [m for m in every if m[3] < limit]
+            beyond = [m[3] for m in every if m[3] >= limit]
+            self.power = cost.p
             if beyond:
                 self.far = min(beyond)
                 self.tiers = self._tiers(reach, self.far)
         else:
             self.moves = cost.moves(height, width)
-        self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
-        self.listed = [
-            m for m in self.moves if m[:2] != (0, 0)
-        ]  # in the order of all lists of gains and charges
+        self.crosses = cost.channel_cost is not None and grid.shape[1] > 1
+        if self.crosses and isinstance(cost, GridCost):
+            changed = [(r, c, 1, cost.price(r * r + c * c, True)) for r, c, *_ in self.moves]
+            self.moves = sorted(self.moves + changed, key=lambda move: move[3])
+            self.power = None
+        self.radius = max((max(abs(r), abs(c)) for r, c, *_ in self.moves), default=0)
+        self.listed = moving(self.moves)  # in the order of all lists of gains and charges
         prices = [d for *_, d in self.listed]
         self.rings = {
             d: slice(prices.index(d), prices.index(d) + prices.count(d))
             for d in sorted(set(prices))
         }
         self.active, self._held = self._list_active()
-        self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
+        self.kernel = dispatch.choose("row_maximum", x, cost.arcs(grid))
         self.shares_moves = self.matrix is None
 
     def _list_active(self) -> tuple[Tensor | None, Tensor]:
@@ -140,7 +146,8 @@ class TransportSet(InputSet):
         whole = self.x.reshape(-1, *self.shape)
         if self.box is not None:
             return torch.full_like(whole, self.box[0]), torch.full_like(whole, self.box[1])
-        most = self.x.sum((2, 3), keepdim=True).expand(self.x.shape) * (1 + 1e-12)
+        together = (1, 2, 3) if self.crosses else (2, 3)
+        most = self.x.sum(together, keepdim=True).expand(self.x.shape) * (1 + 1e-12)
         return torch.zeros_like(whole), most.reshape(whole.shape)
 
     def steepest(self, rows: Rows) -> Tensor | None:
@@ -223,11 +230,14 @@ class TransportSet(InputSet):
         else:
             place = torch.arange(inner[0] * inner[1], device=padded.device)
         centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
-        shift = constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
-        index = centre[..., None, :] + shift[:, None]
+        values = padded.flatten(2)
+        steps = tuple(r * width + c + s * values.shape[2] for r, c, s, _ in self.listed)
+        if self.crosses:  # the best of all channels behind each channel
+            values = torch.cat((values, values.amax(1, keepdim=True).expand_as(values)), 2)
+        index = centre[..., None, :] + constant(steps, torch.long, padded.device)[:, None]
         if place.ndim == 1:
-            return padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
-        return padded.flatten(2).gather(2, index.flatten(2)).reshape(index.shape)
+            return values.index_select(2, index.flatten()).unflatten(2, index.shape)
+        return values.gather(2, index.flatten(2)).reshape(index.shape)
 
     def _mass(self, rows: Rows) -> Tensor:
         """Mass of the sources of each row, ``(N, C, S)``."""
@@ -273,6 +283,8 @@ class TransportSet(InputSet):
                 tiers = self._tiers(longer.limit)
             if charges is not None:
                 ends = ends + charges.into
+            if self.crosses:
+                ends = ends.amax(1, keepdim=True).expand_as(ends)
             within, around = 0, ends
             for least, wide in tiers:
                 if wide < max(ends.shape[-2:]) - 1:

@@ -11,8 +11,9 @@ first asked for: neither numba nor triton slows ``import wball``.
 
 Compiled loops work on *flat* images: cropped to the box around their mass, widened by the reach of
 the moves, with contiguous channels. The margins are wide enough that a move is a constant shift of
-the whole flat image, so that every inner loop runs over contiguous numbers and vectorises. The
-black frame of a digit costs nothing.
+the whole flat image, so that every inner loop runs over contiguous numbers and vectorises. Where
+moves change the channel, they have room for empty channels before and after the image. The black
+frame of a digit costs nothing.
 """
 
 from __future__ import annotations
@@ -183,35 +184,37 @@ class FlatMoves(NamedTuple):
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
+    channels: NDArray[np.int64]
     fee: NDArray[np.float64]  # what each move costs; inf for moves that only fill up a ring
     fee_back: NDArray[np.float64]  # of the reverse move, inf if there is none
     ring_cost: NDArray[np.float64]
     ring: NDArray[np.int64]  # where each ring begins, and where the last ends
-    reach: tuple[int, int]  # rows and columns that a move goes at most
+    reach: tuple[int, int, int]  # rows, columns and channels that a move goes at most
 
     def memory(self, lines: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Zeros for ``lines`` flat images and one per ring: each has room for any crop of an image
         of this shape and for its margins."""
         _, channels, height, width = shape
-        stride = width + 2 * self.reach[1]
-        length = channels * (height + 2 * self.reach[0]) * stride
-        margin = self.reach[0] * stride + self.reach[1]
-        return np.zeros((lines + self.ring_cost.size, length + 2 * margin))
+        rows, columns, over = self.reach
+        stride = width + 2 * columns
+        plane = (height + 2 * rows) * stride
+        length = (channels + 2 * over) * plane + 2 * (rows * stride + columns)
+        return np.zeros((lines + self.ring_cost.size, length))
 
 
 @lru_cache(maxsize=64)
 def flat_moves(moves: StencilMoves) -> FlatMoves:
     """The moves as arrays, made once."""
-    table: list[tuple[int, int, float, float]] = []
+    table: list[tuple[int, int, int, float, float]] = []
     edges = [0]
     for ring in moves.rings_apart:
         for k in ring:
             reverse = moves.reverse[k]
             table.append((*moves[k], math.inf if reverse is None else moves.costs[reverse]))
-        table += [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
+        table += [(0, 0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
         edges.append(len(table))
-    rows, columns, *fees = zip(*table, strict=True)
+    rows, columns, channels, *fees = zip(*table, strict=True)
     costs = [moves.costs[ring[0]] for ring in moves.rings_apart]
     fee, back, ring_cost = (np.asarray(part, dtype=np.float64) for part in (*fees, costs))
-    places = np.asarray(rows), np.asarray(columns)
+    places = np.asarray(rows), np.asarray(columns), np.asarray(channels)
     return FlatMoves(*places, fee, back, ring_cost, np.asarray(edges), moves.radius)

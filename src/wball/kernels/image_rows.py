@@ -20,6 +20,7 @@ class Window(NamedTuple):
 
     down: NDArray[np.int64]
     across: NDArray[np.int64]
+    over: NDArray[np.int64]  # channels
     fee: NDArray[np.float64]
     reverse: NDArray[np.int64]  # the move that goes back, or -1
 
@@ -242,17 +243,21 @@ def allowed(p, goal, primal, entropy):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _inside(i, down, across, height, width):  # type: ignore[no-untyped-def]
-    """Whether a move from pixel ``i`` ends within the image."""
-    return 0 <= i // width % height + down < height and 0 <= i % width + across < width
+def _ends(i, k, moves, shape):  # type: ignore[no-untyped-def]
+    """Where a move from pixel ``i`` ends; -1 outside the image."""
+    _, channels, height, width = shape
+    row, column = i // width % height + moves.down[k], i % width + moves.across[k]
+    channel = i // (height * width) + moves.over[k]
+    if 0 <= row < height and 0 <= column < width and 0 <= channel < channels:
+        return (channel * height + row) * width + column
+    return -1
 
 
 @compiled(inner=True)
 def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
     """Rows, columns and moves of image ``m``; fills ``cell`` with the pixel of each column."""
     x, target = images.x[m].reshape(-1), images.target[m].reshape(-1)
-    down, across, fee = moves.down, moves.across, moves.fee
-    height, width = images.x.shape[2:]
+    fee, shape = moves.fee, images.x.shape
     number = np.empty(x.size, np.int64)
     fill(number, -1)
     n_rows = 0
@@ -260,8 +265,9 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
         if x[i] > 0.0:
             n_rows += 1
             for k in range(fee.size):
-                if _inside(i, down[k], across[k], height, width):
-                    number[i + down[k] * width + across[k]] = 0
+                j = _ends(i, k, moves, shape)
+                if j >= 0:
+                    number[j] = 0
     n_columns, beyond = 0, 0.0
     for i in range(x.size):
         if number[i] == 0:
@@ -285,8 +291,9 @@ def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
         if x[i] > 0.0:
             mass[a], home[a], row[number[i]] = x[i], number[i], a
             for k in range(fee.size):
-                if _inside(i, down[k], across[k], height, width):
-                    end[a, k] = number[i + down[k] * width + across[k]]
+                j = _ends(i, k, moves, shape)
+                if j >= 0:
+                    end[a, k] = number[j]
             a += 1
     noise = 0.0
     if goal.linear or images.tau[m] > 0.0:

@@ -19,7 +19,7 @@ class LogProducts:
     """``log (C^p K exp(b))``, for a price per image. Nothing overflows, whatever ``b`` is."""
 
     def __init__(self, moves: Moves, price: Tensor, like: Tensor) -> None:
-        self.moves, self.price = moves, per_image(price, like).expand(*like.shape[:2], 1, 1)
+        self.moves, self.price = moves, per_image(price, like)
         inside, cost = moves.factors[1:3]
         kernel = inside * torch.exp(-self.price * cost)
         paid = cost * kernel
@@ -36,7 +36,7 @@ class LogProducts:
 
     def _sums(self, b: Tensor, powers: Sequence[int], back: bool) -> tuple[Tensor, ...]:
         finite = b.isfinite()
-        top = b.amax((2, 3), keepdim=True).clamp(min=-1e300)
+        top = b.amax(self.moves.together, keepdim=True).clamp(min=-1e300)
         if bool((top - torch.where(finite, b, top) <= SPREAD).all()):
             sums = self.moves.sums(torch.exp(b - top), self.weights[powers], back)
             return (sums.log() + top[:, :, None]).unbind(2)
@@ -50,6 +50,8 @@ class LogProducts:
 def _reversed(moves: Moves) -> Moves:
     """The moves from where they end to where they start."""
     if isinstance(moves, StencilMoves):
-        return StencilMoves([(-r, -c, cost) for r, c, cost in moves], moves.shape, moves.cost)
+        return StencilMoves(
+            [(-r, -c, -s, cost) for r, c, s, cost in moves], moves.shape, moves.cost
+        )
     by_target = torch.where(moves.allowed, moves.cost, math.inf).flatten(1)  # the transpose
     return DenseMoves(by_target, moves.shape, moves.cost)

@@ -43,7 +43,7 @@ class PlanRows:
         """Set the price per image. Returns weighted sums over the moves of each pixel, the
         normalisers first."""
         self.price = per_image(psi.to(self.x), self.x)
-        self.weights = self.moves.weights(self.price.expand(-1, self.x.shape[1], 1, 1))
+        self.weights = self.moves.weights(self.price)
         sums = self.moves.sums(self.column, self.weights[part])
         self.norm = sums[:, :, 0]
         self.row = self.x / self.norm

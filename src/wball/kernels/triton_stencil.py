@@ -6,7 +6,8 @@ Triton cannot gather from registers, so what neighbours must see (potentials, ro
 apart and planes ``H + rr`` rows apart, where ``(rr, rc)`` is the reach of the stencil: the halo to
 the right of a row is also the halo to the left of the next, and the halo below a plane is also the
 halo above the next. A move is then one number added to an address, no bounds are checked, and a
-buffer is little larger than the images. Halos hold no mass.
+buffer is little larger than the images. Where moves change the channel, empty channels follow an
+image, which also precede the next. Halos hold no mass.
 
 Potentials are exponentiated once a pixel, relative to their maximum. The mass on a move is then a
 product ``A_i B_j exp(-psi c)``, and a pass over the moves loads and adds. In float32 this serves
@@ -210,14 +211,15 @@ def stencil(moves: Moves, x: Tensor) -> Stencil:
 @lru_cache(maxsize=64)
 def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.device) -> Stencil:
     channels, height, width = shape
-    rows, columns = _reach(shape, moves.radius)
+    (rows, columns), over = _reach(shape, moves.radius), moves.radius[2]
     values, pitch = math.prod(shape), width + columns
-    plane, halo, block = (height + rows) * pitch, rows * pitch + columns, block_of(values)
+    plane, block = (height + rows) * pitch, block_of(values)
+    halo = over * plane + rows * pitch + columns
     ends = (0, *(ring[-1] + 1 for ring in moves.rings_apart))
-    offsets = tuple(r * pitch + c for r, c in moves.offsets)
+    offsets = tuple(s * plane + r * pitch + c for r, c, s in moves.offsets)
     in_code = offsets if len(ends) - 1 <= MAX_RINGS else ()
     layout = Layout(
-        channels, height, width, values, pitch, plane, channels * plane, halo, block,
+        channels, height, width, values, pitch, plane, (channels + over) * plane, halo, block,
         ends, in_code if block <= MAX_ON_CHIP else (),
     )  # fmt: skip
     pairs = []
@@ -242,7 +244,7 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
     return Stencil(layout, guard, len(pairs) if len(ends) > 2 else 0, (single, double), in_code)
 
 
-def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
+def _reach(shape: tuple[int, int, int], radius: tuple[int, int, int]) -> tuple[int, int]:
     """How far apart planes and rows are staged.
 
     If a row with its halo fits in a cache line and no more threads are needed, each row is aligned
@@ -253,7 +255,7 @@ def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, i
     threads = triton.next_power_of_2(channels * height * width)
     if width + radius[1] <= LINE and channels * height * LINE <= threads:
         return radius[0], LINE - width
-    return radius
+    return radius[:2]
 
 
 @triton.jit
@@ -279,7 +281,8 @@ def staged_position(index, LAYOUT: tl.constexpr):
 def is_halo(place, LAYOUT: tl.constexpr):
     """Whether a staged address (from ``-guard`` on) is no pixel."""
     ahead = tl.maximum(place, 0)
-    outside = (place < 0) | (ahead % LAYOUT.plane // LAYOUT.pitch >= LAYOUT.height)
+    outside = (place < 0) | (ahead >= LAYOUT.channels * LAYOUT.plane)
+    outside |= ahead % LAYOUT.plane // LAYOUT.pitch >= LAYOUT.height
     return outside | (ahead % LAYOUT.pitch >= LAYOUT.width)
 
 

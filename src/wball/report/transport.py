@@ -50,6 +50,7 @@ def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> ShownMoves | No
         return None
     width = int(x.shape[-1])
     i, j, mass = cheapest_plan(cost, x, z)
+    i, j = (place % (width * int(x.shape[-2])) for place in (i, j))  # whatever the channel
     whole = float(x.double().sum())
     if len(mass) == 0 or whole == 0:
         return ShownMoves([], 0.0, 0.0)

@@ -3,7 +3,8 @@ r"""Distance of an image from the centre of a ball: the optimal transport proble
 .. math::
     W(x, z) = \min_P \{ \langle P, C \rangle : P \ge 0,\; P 1 = x,\; P^T 1 = z \}
 
-over plans that use only the moves of the cost (infinite if there is none), summed over channels.
+over plans that use only the moves of the cost (infinite if there is none), summed over channels
+unless moves change those.
 The result is divided by the image's mass if the ball measures radii in that unit.
 
 The problem is solved exactly by the audit's network simplex (:mod:`wball.auditing.flows`), on the
@@ -34,7 +35,14 @@ from torch import Tensor
 
 from wball import inputs
 from wball.auditing.flows import Array, ListedMoves, Matching, match_at, no_flow
-from wball.auditing.violations import all_moves, match_channel, over, to_planes, transport_cost
+from wball.auditing.violations import (
+    all_moves,
+    connected,
+    match_part,
+    over,
+    to_planes,
+    transport_cost,
+)
 from wball.cost import GridCost, GroundCost
 from wball.inputs import per_image
 
@@ -82,14 +90,15 @@ def distance(
         raise ValueError(f'plans must be "window" or "full", got {plans!r}')
     z = inputs.check_like("z", inputs.as_pixels(z), x)
     start, end = to_planes(x).cpu(), to_planes(z).cpu()
-    height, width = (int(side) for side in start.shape[2:])
+    channels, height, width = (int(side) for side in start.shape[1:])
+    start, end = connected(cost, start), connected(cost, end)
     if plans == "full":
         cost = cost.full(height, width)
-    moves = all_moves(cost, height, width)
+    moves = all_moves(cost, channels, height, width)
     if isinstance(cost, GridCost) and cost.covers(height, width):
-        matched = partial(_match_all, cost.p, width)
+        matched = partial(_match_all, cost, height, width)
     else:
-        matched = partial(match_channel, moves)
+        matched = partial(match_part, moves)
     total = torch.zeros(len(x), dtype=torch.float64)
     solved: list[dict[int, Matching]] = [{} for _ in start]
     for k, (a, b) in enumerate(zip(start.numpy(), end.numpy(), strict=True)):
@@ -100,10 +109,9 @@ def distance(
     def potentials() -> DualPotentials:
         whole = torch.zeros(2, *start.shape, dtype=torch.float64)
         for k, found in enumerate(solved):
-            for channel, one in found.items():
-                a, b = (image[k, channel].flatten().numpy() for image in (start, end))
-                prices = np.stack(_everywhere(moves, a, b, one))
-                whole[:, k, channel] = torch.from_numpy(prices).view(2, height, width)
+            for part, one in found.items():
+                a, b = (image[k, part].numpy() for image in (start, end))
+                whole[:, k, part] = torch.from_numpy(np.stack(_everywhere(moves, a, b, one)))
         whole /= per_image(unit.clamp(min=1e-300), start)
         return DualPotentials(*whole.view(2, *x.shape).to(x.device))
 
@@ -124,20 +132,23 @@ def _everywhere(moves: ListedMoves, a: Array, b: Array, found: Matching) -> tupl
     return rows + shift, columns - shift
 
 
-def _match_all(p: float, width: int, a: Array, b: Array) -> Matching:
-    """Match ``a`` with ``b`` by any moves on a grid, at cost ``length ** p``."""
+def _match_all(cost: GridCost, height: int, width: int, a: Array, b: Array) -> Matching:
+    """Match ``a`` with ``b`` by any moves on a grid."""
     b = b * (a.sum() / b.sum())
-    if p <= 1:
+    if cost.p <= 1:
         common = np.minimum(a, b)
         a, b = a - common, b - common
         if not (a.any() and b.any()):
             return no_flow(0.0)
         b = b * (a.sum() / b.sum())
     rows, columns = np.flatnonzero(a), np.flatnonzero(b)
-    down = np.subtract.outer(rows // width, columns // width)
+    down = np.subtract.outer(rows // width % height, columns // width % height)
     right = np.subtract.outer(rows % width, columns % width)
     squared = (down * down + right * right).astype(np.float64)
-    price = squared ** (p / 2)
+    price = squared ** (cost.p / 2)
+    if cost.channel_cost is not None:
+        changes = np.not_equal.outer(rows // (height * width), columns // (height * width))
+        price = np.where(changes, (np.sqrt(squared) + cost.channel_cost) ** cost.p, price)
     used = squared <= max(FIRST_REACH**2, float(squared.min()))
     while True:
         i, j = np.nonzero(used)

@@ -73,7 +73,7 @@ class TransportProblem:
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x``
         as images."""
-        return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
+        return self.cost.arcs(grid)
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -161,19 +161,22 @@ def dearest_move(cost: GroundCost, x: Tensor) -> float:
     return _window(cost, *_sides(x))[0]
 
 
-def _sides(x: Tensor) -> tuple[int, int]:
-    """Height and width of images; a histogram is one row."""
-    return (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+def _sides(x: Tensor) -> tuple[int, int, int]:
+    """Height, width and channels of images; a histogram is one row."""
+    channels, height, width = x.shape[1:] if x.ndim == 4 else (1, 1, x.shape[-1])
+    return int(height), int(width), int(channels)
 
 
 @lru_cache(maxsize=64)
-def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[float, int, float]:
+def _window(
+    cost: GridCost | StencilCost, height: int, width: int, channels: int
+) -> tuple[float, int, float]:
     """The most expensive move, how far moves go along the images, and the number of pixels to cross
     if all have the same mass."""
-    moves = cost.moves(height, width)
+    moves = cost.moves(height, width, channels)
     along = 0 if height > width else 1
     reach = max(1, *(abs(int(move[along])) for move in moves))
-    return moves[-1][2], reach, math.sqrt(max(height, width) / min(height, width))
+    return moves[-1][3], reach, math.sqrt(max(height, width) / min(height, width))
 
 
 def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
@@ -198,7 +201,7 @@ def _moves_across(cost: GroundCost, x: Tensor) -> float:
     """The number of moves that cross an image."""
     if isinstance(cost, DenseCost):
         return 1.0
-    return max(1.0, max(_sides(x)) / _window(cost, *_sides(x))[1])
+    return max(1.0, max(_sides(x)[:2]) / _window(cost, *_sides(x))[1])
 
 
 def _largest_share(cost: GroundCost, x: Tensor) -> float:

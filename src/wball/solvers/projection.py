@@ -128,7 +128,7 @@ def _swept(
 
 def _escapes(moves: Moves, x: Tensor) -> Tensor:
     """Whether some of an image's mass can leave its pixel at no cost, per image."""
-    return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
+    return ((moves.free() & ~moves.stay()).any(-3) & (x > 0)).flatten(1).any(1)
 
 
 def _by_newton(

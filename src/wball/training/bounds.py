@@ -23,7 +23,7 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
     """
     if isinstance(ball.cost, DenseCost):
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
-    moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
+    moves, budget = ball.cost.arcs(x), ball.budget(x)
     with torch.no_grad():
         a = g.detach()
         found = linear_maximum(a, x, budget, moves, rounds=max_iter)

@@ -72,20 +72,24 @@ class Transport:
         listed."""
         grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
         self.channels, height, width = grid.shape
-        self.pixels, self.size = height * width, (height, width)
+        crosses, self.size = ball.cost.channel_cost is not None, (height, width)
+        self.pixels = height * width * (self.channels if crosses else 1)
         if self.pixels > LARGEST:
             raise Unfollowed(
                 f"an image of {self.pixels} pixels, the checker handles up to {LARGEST}"
             )
-        self.x = grid.reshape(self.channels, self.pixels)
+        # (pixels, pixels), inf where nothing moves
+        cost = _costs(ball, grid.shape, plans)
+        self.x = grid.reshape(-1, self.pixels)
+        self.channels = len(self.x)  # that exchange no mass
         self.box = ball.box
         self.budget = float(ball.budget(x[None])[0]) * (1 + 8 * UNIT)
-        cost = _costs(ball, height, width, plans)  # (pixels, pixels), inf where nothing moves
         cost.fill_diagonal_(math.inf)
         channel, pixel = (self.x > 0).nonzero(as_tuple=True)
         self.channel, self.pixel, self.mass = channel, pixel, self.x[channel, pixel]
         self.cost = cost[pixel] * (1 - 8 * UNIT)  # (sources, pixels), never more than it is
-        self.listed = self.pixels <= ALL or isinstance(ball.cost, DenseCost)  # every move
+        few = self.pixels <= ALL
+        self.listed = few or crosses or isinstance(ball.cost, DenseCost)  # every move
         self._list(
             math.inf if self.listed else near,
             ball.cost.p if isinstance(ball.cost, GridCost) else 1.0,
@@ -211,18 +215,26 @@ class Transport:
         return psi * self.budget + (torch.where(goes, top, stay) * mass).sum(1), paid
 
 
-def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tensor:
-    cost = ball.cost
+def _costs(ball: WassersteinBall, shape: torch.Size, plans: Plans) -> Tensor:
+    (channels, height, width), cost = shape, ball.cost
     if isinstance(cost, DenseCost):
         return cost.matrix.to("cpu", torch.float64).clone()
     place = torch.arange(height * width)
     row, column = place // width, place % width
     down, right = row[None] - row[:, None], column[None] - column[:, None]  # from, to
-    if isinstance(cost, GridCost) and plans == "full":
-        return (down**2 + right**2).to(torch.float64) ** (cost.p / 2)
-    table = {(r, c): d for r, c, d in cost.moves(height, width)}
-    out = torch.full((height * width, height * width), math.inf, dtype=torch.float64)
-    for (r, c), d in table.items():
+    if isinstance(cost, GridCost):
+        squared = (down**2 + right**2).to(torch.float64)
+        far = torch.maximum(down.abs(), right.abs()) > cost.radius
+        far &= torch.tensor(plans != "full")
+        plane = (squared ** (cost.p / 2)).masked_fill(far, math.inf)
+        if cost.channel_cost is None:
+            return plane
+        dearer = ((squared.sqrt() + cost.channel_cost) ** cost.p) * (1 - 4 * UNIT * cost.p)
+        same = torch.eye(channels, dtype=torch.bool)[:, None, :, None]
+        every = torch.where(same, plane[:, None], dearer.masked_fill(far, math.inf)[:, None])
+        return every.reshape(channels * len(place), -1)
+    out = torch.full_like(down, math.inf, dtype=torch.float64)
+    for r, c, _, d in cost.moves(height, width):
         out[(down == r) & (right == c)] = d
     return out
 

@@ -174,7 +174,7 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
     the starting prices), costs and net costs."""
     x, b, q, budget = given
     out, prices, costs, net_costs = answer
-    rows, columns, fee, fee_back, ring_cost, ring, (rr, rc) = moves
+    rows, columns, over, fee, fee_back, ring_cost, ring, (rr, rc, rs) = moves
     box, sweeps, newton, momentum = settings
     lo, hi, _ = box
     _, channels, full_height, full_width = x.shape
@@ -194,8 +194,9 @@ def _plan_images(given, moves, settings, work, answer):  # type: ignore[no-untyp
             continue
 
         height, width = bottom - top + 2 * rr, right - left + 2 * rc
-        n, pad = channels * height * width, rr * width + rc
-        shift = rows * width + columns
+        plane = height * width
+        n, pad = channels * plane, rs * plane + rr * width + rc
+        shift = over * plane + rows * width + columns
         first_row, last_row = max(top - rr, 0), min(bottom + rr, full_height)
         first_column, last_column = max(left - rc, 0), min(right + rc, full_width)
         low, high = math.inf, -math.inf

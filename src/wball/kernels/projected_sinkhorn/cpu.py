@@ -198,13 +198,14 @@ def _lay_out(work, image, tau, moves, ones, shift, back):  # type: ignore[no-unt
     """Fill the working memory and the shifts of the moves. Returns the places of rows with mass and
     of columns they reach, there and in the image."""
     x, w, u = image
-    rows, columns, _, _, _, ring, (rr, rc) = moves
+    rows, columns, over, _, _, _, ring, (rr, rc, rs) = moves
     channels, full_height, full_width = x.shape
     top, bottom, left, right = mass_box(x)
     height, width = bottom - top + 2 * rr, right - left + 2 * rc
-    n, pad = channels * height * width, rr * width + rc
+    plane = height * width
+    n, pad = channels * plane, rs * plane + rr * width + rc
     for k in range(rows.size):
-        shift[k] = rows[k] * width + columns[k]
+        shift[k] = over[k] * plane + rows[k] * width + columns[k]
         back[k] = -shift[k]
     for row in (X, E, A, TMP):  # whose margins are read
         line = work[row]
@@ -256,7 +257,7 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     """Project all images: points and potentials, numbers, sweeps, and the factors of the plans."""
     x, w, u, budget, tau, psi = given
-    rows, _, fee, _, ring_cost, ring, _ = moves
+    rows, _, _, fee, _, ring_cost, ring, _ = moves
     out, numbers, n_iter, factors = answer
     box, tol, max_iter = settings
     lo, hi, _ = box

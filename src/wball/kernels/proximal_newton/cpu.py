@@ -95,9 +95,9 @@ def proximal_newton(
 
 def _window(moves: StencilMoves) -> Window:
     """The moves, cheapest first, as arrays."""
-    down, across, fee = (np.asarray(column) for column in zip(*moves, strict=True))
+    down, across, over, fee = (np.asarray(column) for column in zip(*moves, strict=True))
     reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
-    return Window(down, across, fee.astype(np.float64), reverse)
+    return Window(down, across, over, fee.astype(np.float64), reverse)
 
 
 @compiled(inner=True)

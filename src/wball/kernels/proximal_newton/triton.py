@@ -158,7 +158,9 @@ def _numbers(lo: float, hi: float, tol: float, parts: float, device: torch.devic
 def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
     """The move that goes back (0: none), and how far apart the ends of a move are in an image."""
     back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
-    flat = torch.tensor([r * moves.shape[1] + c for r, c in moves.offsets], dtype=torch.int32)
+    _, height, width = moves.shape
+    steps = [(s * len(moves) * height + r) * width + c for r, c, s in moves.offsets]
+    flat = torch.tensor(steps, dtype=torch.int32)
     return back.to(device), flat.to(device)
 
 

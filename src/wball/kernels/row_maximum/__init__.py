@@ -28,7 +28,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from wball.cost import Moves, StencilMoves
+from wball.cost import Moves
 from wball.kernels import dispatch
 
 NOWHERE = -1e30
@@ -100,10 +100,8 @@ def linear_maximum(
     """
     kernel = dispatch.load("row_maximum", dispatch.choose("row_maximum", x, moves))
     moves, limit = moves.like(a), budget.double().clamp(min=0.0)
-    costs = moves.distinct if isinstance(moves, StencilMoves) else moves.cost.flatten().tolist()
-    # The scale of the first price: any number serves where no move costs anything.
-    step = min((cost for cost in costs if cost > 0), default=1.0)
-    found: RowMaximum = kernel.row_maximum(whole_rows(a, x, moves), limit, step, rounds, exact)
+    rows = whole_rows(a, x, moves)
+    found: RowMaximum = kernel.row_maximum(rows, limit, moves.cheapest, rounds, exact)
     return found
 
 
