@@ -119,7 +119,7 @@ def test_default_steps_of_pgd_follow_the_radius() -> None:
         moved = torch.as_tensor(eps).expand(20).double().clamp(max=1) * x.double().sum((1, 2, 3))
         assert norm == "l2"
         torch.testing.assert_close(size, 0.7 * (2 * moved).sqrt())
-    assert LinfBall(0.1).ascent_step(x, 20) == ("linf", 0.0125)
+    assert wball.LinfBall(0.1).ascent_step(x, 20) == ("linf", 0.0125)
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "linf pgd", "linf frank-wolfe", "fast"])
