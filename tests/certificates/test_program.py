@@ -297,13 +297,10 @@ def test_magnitudes_that_cancel_are_counted(large: float, dtype: torch.dtype) ->
     y = plain(x).argmax(1)
     exact = gap(plain.double()(x.double()), y).detach()
     for ball in (wball.LinfBall(1e-6), wball.WassersteinBall(1e-6)):
-        try:
-            found = certify(net, x, y, ball).margin
-        except UnsupportedModule:  # beyond what the comparison with the model can tell
-            continue
+        found = certify(net, x, y, ball).margin
         assert bool((found <= exact).all())
-        if large == 1e6 and dtype is torch.float64:
-            assert bool((found > 0.9 * exact).all())
+        kept = dtype is torch.float64 and large < 1e15  # digits that tell the logits apart
+        assert bool((found > 0.9 * exact).all()) is kept
 
 
 def test_a_certificate_is_never_above_what_float32_computes() -> None:
