@@ -52,16 +52,3 @@ def test_evaluations_repeat_to_the_byte(digits: Tensor, labels: Tensor, tmp_path
         )  # fmt: skip
     for file in ("results.json", "examples.safetensors", "exhibit.safetensors"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-
-
-def test_certificates_repeat_and_do_not_depend_on_the_batch(digits: Tensor) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(196, 12), nn.ReLU(), nn.Linear(12, 10)).double()
-    x = digits.double()
-    y = net(x).argmax(1)
-    whole, again, *alone = (
-        wball.certify(net, x[part], y[part], BALL.at(0.02)).margin
-        for part in (slice(None), slice(None), slice(0, 1), slice(3, 4))
-    )
-    assert torch.equal(whole, again)
-    torch.testing.assert_close(torch.cat(alone), whole[[0, 3]], rtol=1e-5, atol=1e-6)

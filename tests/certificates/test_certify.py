@@ -55,19 +55,6 @@ def referee(
     return torch.tensor(exact, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_below_the_exact_minimum(seed: int) -> None:
-    channels, side = (1, 3) if seed % 2 else (2, 2)
-    net = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed)
-    x = images(3, channels, side, seed)
-    y = net(x).argmax(1)
-    ball = wball.WassersteinBall(torch.tensor([0.05, 0.2, 0.6]))
-    exact = referee(net, x, y, ball, euclidean(side, side))
-    for name, settings in WASSERSTEIN.items():
-        margin = certify(net, x, y, ball, **settings).margin
-        assert bool((margin <= exact + 1e-7).all()), (name, margin, exact)
-
-
 def exact_where_nothing_is_relaxed(
     net: nn.Sequential, x: Tensor, ball: wball.WassersteinBall, cost: np.ndarray, **settings: Any
 ) -> None:
@@ -218,16 +205,6 @@ def test_patches_give_what_dense_rows_give(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(certify(net, x, y, ball).margin, patched, atol=1e-5, rtol=0)
 
 
-def test_batches_do_not_matter() -> None:
-    net, x = conv_net(2), images(3, 1, 16, 2)
-    y = net(x).argmax(1)
-    eps = torch.tensor([0.01, 0.05, 0.3])
-    whole = certify(net, x, y, wball.WassersteinBall(eps))
-    for i in range(3):
-        alone = certify(net, x[i : i + 1], y[i : i + 1], wball.WassersteinBall(float(eps[i])))
-        torch.testing.assert_close(alone.margin, whole.margin[i : i + 1], atol=1e-5, rtol=1e-5)
-
-
 def test_methods_are_ordered_and_alpha_never_loses() -> None:
     net, x = conv_net(3), images(2, 1, 16, 3)
     y = net(x).argmax(1)
@@ -251,23 +228,6 @@ def test_optimisation_raises_what_is_still_open() -> None:
     gained = after - before
     assert bool((gained[before <= 0] >= 0).all()) and float(gained.max()) > 1e-3
     assert bool((gained[before > 0] == 0).all())  # what is proved is left alone
-
-
-def test_statuses_mode_and_edges() -> None:
-    net, x = conv_net(4), images(3, 1, 16, 4)
-    x[1] = 0.0  # a ball of one point
-    net.train()
-    y = net(x).argmax(1)
-    y[2] = (y[2] + 1) % 4
-    result = certify(net, x, y, wball.WassersteinBall(0.0))
-    assert result.certified.tolist() == [True, True, False]
-    assert result.status[2] is CertificateStatus.MISCLASSIFIED
-    assert result.plans == "full" and result.method == "anchored"
-    assert net.training
-    clean = gap(net.double()(x.double()), y).detach()
-    torch.testing.assert_close(result.margin, clean, atol=1e-4, rtol=0)
-    empty = certify(net.float(), x[:0], y[:0], wball.WassersteinBall(0.1))
-    assert empty.certified.shape == (0,)
 
 
 class Signs(nn.Module):
