@@ -3,6 +3,7 @@ networks."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +18,7 @@ from certificates.test_certify import dense_net, images, lowest
 from marks import slow
 from reproduction.networks import SmallResNet
 from wball.certificates import certified_radius, certify, relaxation, verify
+from wball.certificates.anchor import ImageConvolution
 from wball.certificates.certificate import Method
 from wball.certificates.operators import read_graph
 from wball.input_sets.rows import rounded_up
@@ -242,3 +244,21 @@ def test_a_linear_network_is_decided_completely() -> None:
         for part, status in ((0.95, "CERTIFIED"), (1.05, "FALSIFIED")):
             found = certify(net, x, y, ball.at(part * radius), "complete", time_limit=1.0)
             assert [s.name for s in found.status] == [status] * 2
+
+
+def test_wide_kernels_count_moves_inside_them_that_are_not_listed() -> None:
+    """Mass that leaves a negative weight for a positive one six pixels on: each gain alone does not
+    pay the price, both together do."""
+    kernel = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
+    kernel[0, 0, 3, 0], kernel[0, 0, 3, 6] = -1.0, 10.0
+    x = torch.zeros(1, 1, 24, 24, dtype=torch.float64)
+    x[0, 0, 11, 11] = 1.0
+    row = torch.zeros_like(x)
+    row[0, 0, 8:15, 11:18] = kernel[0, 0]
+    convolution = ImageConvolution(kernel, (1, 1), (0, 0), (1, 24, 24), (1, 18, 18))
+    for eps in (3.0, 6.0):
+        source = wball.WassersteinBall(eps, box=None).input_set(x, "full")
+        bound = convolution.gain(1.0, source, math.inf)[0, 0, 8, 11]
+        full = wball.WassersteinBall(eps, wball.GridCost(47), box=None)
+        risen = full.support(x, row).value - (row * x).sum()
+        assert float(bound) >= float(risen) - 1e-9

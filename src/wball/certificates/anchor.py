@@ -34,6 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -249,20 +250,24 @@ class ImageConvolution:
         """
         finer, x = source.finer(AROUND), source.x
         moves = moving(finer.moves)
-        parts, wide = self.rises(moves, sign)
-        rises, around = torch.stack(parts, 2), (wide.shape[2] - self.kernel.shape[2]) // 2
+        (parts, wide), fees = self.rises(moves, sign), [cost for *_, cost in moves]
+        around, most = (wide.shape[2] - self.kernel.shape[2]) // 2, wide.flatten(1).amax(1)
         padding = [side + around for side in self.padding]
-        costs = x.new_tensor([cost for *_, cost in moves]).view(-1, 1, 1)
+        inside = product(*(range(1 - side, side) for side in self.kernel.shape[2:]))
+        if finer.far is not None and not {move[:2] for move in finer.moves}.issuperset(inside):
+            # Moves that are not listed may start and end inside the kernel.
+            parts, fees = [*parts, most.view(-1, 1, 1, 1) - wide], [*fees, finer.far]
+        rises, costs = torch.stack(parts, 2), x.new_tensor(fees).view(-1, 1, 1)
         steepest = (rises / costs.clamp(min=1e-12)).flatten(1).amax(1).clamp(min=1e-12)
-        # At these prices no mass gains by moves that are not listed.
-        least = wide.flatten(1).amax(1) / finer.far if finer.far is not None else 0 * steepest
+        # At these prices no mass from outside the kernel gains by moves that are not listed.
+        least = most / finer.far if finer.far is not None else 0 * steepest
         best = x.new_full((x.shape[0], *self.layer), math.inf)
         for share in PRICES:
             if time.monotonic() > deadline:
                 break
             price = torch.maximum(share * steepest, least).view(-1, 1, 1, 1)
-            most = (rises - price[..., None] * costs).amax(2).clamp(min=0)
-            moved = F.conv2d(x, most, None, self.stride, padding)
+            gains = (rises - price[..., None] * costs).amax(2).clamp(min=0)
+            moved = F.conv2d(x, gains, None, self.stride, padding)
             best = torch.minimum(best, moved + price[:, 0] * per_image(source.budget, x))
         return best
 
