@@ -24,7 +24,7 @@ from wball.certificates import (
     verify,
 )
 from wball.certificates.checking.lines import lines
-from wball.certificates.checking.network import Bow, Network
+from wball.certificates.checking.network import Curve, Network
 from wball.certificates.program import exported
 from wball.certificates.subject import subject_of
 
@@ -62,12 +62,12 @@ def test_lines_of_the_checker_hold_everywhere(name: str) -> None:
             return torch.cat([FUNCTIONS[name](x), FUNCTIONS[name](x).flip(1)], 1)
 
     program = exported(Scalar(), torch.zeros(2, 200))
-    curve = next(node for node in Network(program).nodes if isinstance(node, Bow))
+    curve = next(node for node in Network(program).nodes if isinstance(node, Curve))
     torch.manual_seed(0)
     low = (torch.randn(200) * 4).double()
     widths = torch.tensor([1e-6, 1.0, 10.0, 60.0]).repeat(50)
     high = low + torch.rand(200).double() ** 3 * widths
-    found = lines(curve.chain, low, high, torch.finfo(torch.float32))
+    found = lines(curve.function, low, high, torch.finfo(torch.float32))
     for share in torch.linspace(0, 1, 401, dtype=torch.float64):
         v = (low + share * (high - low)).float().double().clamp(low, high)
         exact = FUNCTIONS[name](v)
@@ -154,7 +154,7 @@ def test_a_larger_layer_is_proved_again() -> None:
 
 
 def test_what_the_checker_does_not_know_is_named() -> None:
-    class Own(wball.LinfBall):
+    class Own(wball.WassersteinBall):
         pass
 
     net, x = dense_net(1, 4, (8,), 3, 0), images(1, 1, 4, 0)

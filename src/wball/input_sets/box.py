@@ -1,9 +1,10 @@
-"""Sets given by one interval per pixel: l-infinity balls, and the box around any other set."""
+"""Sets given by one interval per pixel, and sets given by their support function."""
 
 from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,37 @@ class IntervalSet(InputSet):
 
     def floats(self, rows: Rows, charged: bool = False) -> int:
         return 3 * rows.coeff[0].numel()
+
+
+class SupportSet(IntervalSet):
+    """A ``ball`` around images ``x`` by its own support function, inside of ``low <= z <= high``.
+
+    ``ball.support(x, g)`` returns a point and, in ``upper``, a bound of the maximum that holds in
+    exact arithmetic; ``ball.take(index)`` is the ball of a subset of the images.
+    """
+
+    def __init__(self, ball: Any, x: Tensor, low: Tensor, high: Tensor) -> None:
+        super().__init__(low, high)
+        self.ball, self.centre = ball, x.double()
+
+    def maximum(
+        self,
+        rows: Rows,
+        charges: Charges | None = None,
+        box: Tensor | None = None,
+        rounds: int = ROUNDS,
+    ) -> Tensor:
+        whole = rows.dense(self.shape)
+        g = whole.coeff.detach().double().reshape(-1, *self.shape)
+        found = self.ball.take(whole.image).support(self.centre[whole.image], g)
+        point = found.point.double().reshape(whole.coeff.shape)
+        attained = dot(whole.coeff.double(), point)
+        return (attained + (found.upper - attained).detach()).to(rows.coeff)
+
+    def take(self, index: Tensor) -> SupportSet:
+        return SupportSet(
+            self.ball.take(index), self.centre[index], self.low[index], self.high[index]
+        )
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 The checker reads the program by itself and shares no code with the bounds of a certificate. A node
 of the program that is linear in what depends on the image is interpreted as it is: automatic
 differentiation transposes it, and the same node on absolute values gives the magnitudes for its
-rounding errors, in float64 and in the program's own precision. The other nodes are kinks
-``max(v, leak v)``, functions of one number, and products.
+rounding errors, in float64 and in the program's own precision. Products of two values are read in
+the same way. The other nodes are kinks ``max(v, 0)`` and functions of one number.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,40 +20,32 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from wball.certificates.checking.lines import OPERATIONS, Chain, Link, Place, follow
+from wball.certificates.checking.lines import OPERATIONS, Function, Span, Unfollowed, apply, follow
 from wball.certificates.curves import FUNCTIONS
 from wball.certificates.program import Program, place_of, probes
 
-UNIT = 2.0**-53
 LARGEST = 2**20
 """Largest number of values of one layer: rows over them are held in memory."""
 
-MATRIX = 2**20
-"""Largest number of coefficients of a map that is held as a matrix."""
-
 COMPARED = 4
 """Images at which the network is compared with the program."""
+
+ALIKE = 2.0**12
+"""Units in the last place by which their logits may differ: constants are in the program's own
+precision."""
 
 FAINT = 2.0**-100
 """Added to magnitudes: numbers that are too small for the precision are lost."""
 
 Shape = tuple[int, ...]
+Values = Sequence[Tensor]
 aten = torch.ops.aten
 
 
-class Unfollowed(TypeError):
-    """The checker does not support the ball or the model. The message names the reason."""
-
-
-def gamma(terms: float) -> float:
-    """Relative error of a sum of ``terms`` products in any order, including the error of computing
-    this bound."""
-    return 2 * (terms + 4) * UNIT
-
-
-@dataclass
-class LinearMap:
-    """An affine function of the values of the nodes ``before``, flat.
+@dataclass(frozen=True)
+class Linear:
+    """A function of the values of the nodes ``before``, flat: affine, or with ``factors`` linear in
+    each of two.
 
     Attributes:
         function: of whether all is absolute, and of values in their ``shapes``.
@@ -65,130 +56,38 @@ class LinearMap:
     shapes: list[Shape]
     function: Callable[..., Tensor]
     terms: float
+    factors: bool
 
-    def run(self, values: Sequence[Tensor], absolute: bool = False) -> Tensor:
+    def run(self, values: Values, absolute: bool = False) -> Tensor:
         """The result, or with ``absolute`` the sum of the magnitudes that enter it."""
         shaped = (v.reshape(shape) for v, shape in zip(values, self.shapes, strict=True))
-        return self.function(absolute, *shaped).reshape(-1) + (FAINT if absolute else 0.0)
+        found = self.function(absolute, *shaped).reshape(-1)
+        return found.abs() + FAINT if absolute else found
 
-    @property
-    def _zeros(self) -> list[Tensor]:
-        return [torch.zeros(math.prod(s), dtype=torch.float64) for s in self.shapes]
-
-    @cached_property
-    def const(self) -> Tensor:
-        return self.run(self._zeros)
-
-    @cached_property
-    def summed(self) -> Tensor:
-        """The magnitudes that entered the constant."""
-        return self.run(self._zeros, absolute=True)
-
-    @cached_property
-    def _graph(self) -> tuple[list[Tensor], Tensor]:
+    def pull(self, rows: Tensor, values: Values) -> Values:
+        """Rows ``(R, numbers of the result)`` as rows over each of the values it reads: the
+        derivative at ``values``."""
         with torch.enable_grad():
-            zeros = [zero.requires_grad_() for zero in self._zeros]
-            return zeros, self.run(zeros)
-
-    @cached_property
-    def _matrices(self) -> Sequence[Tensor]:
-        return self._pull(torch.eye(len(self.const), dtype=torch.float64))
-
-    def transposed(self, rows: Tensor) -> Sequence[Tensor]:
-        """Rows ``(R, numbers of the result)`` as rows over each of the values it reads."""
-        size = len(self.const) * max(map(math.prod, self.shapes))
-        if self.terms and size <= MATRIX:
-            return [rows @ matrix for matrix in self._matrices]
-        return self._pull(rows)
-
-    def _pull(self, rows: Tensor) -> Sequence[Tensor]:
-        zeros, result = self._graph
-        found = torch.autograd.grad(
-            result, zeros, rows, retain_graph=True, is_grads_batched=True, materialize_grads=True
-        )
+            at = [v.clone().requires_grad_() for v in values]
+            result = self.run(at)
+        found = torch.autograd.grad(result, at, rows, is_grads_batched=True, materialize_grads=True)
         return [part.expand(len(rows), -1) for part in found]  # one row of zeros if it is not read
 
 
 @dataclass(frozen=True)
 class Kink:
-    """``max(v, leak v)``, called ``name`` in the program."""
+    """``max(v, 0)``, called ``name`` in the program."""
 
     before: tuple[int]
-    leak: float
     name: str
 
 
 @dataclass(frozen=True)
-class Bow:
+class Curve:
     """A function of one number in every place."""
 
     before: tuple[int]
-    chain: Chain
-
-
-@dataclass(frozen=True)
-class PairProduct:
-    """The product of two values in every place, in the shape that ``views`` give them."""
-
-    before: tuple[int, int]
-    views: tuple[LinearMap, LinearMap]
-
-    def seen(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [view.run([v]) for view, v in zip(self.views, values, strict=True)]
-
-
-Bend = Kink | Bow | PairProduct
-
-
-@dataclass
-class Network:
-    """Nodes in the order they run: node 0 is the image (``None``), the last one has the logits."""
-
-    program: Program
-    nodes: list[LinearMap | Bend | None] = field(default_factory=list)
-    deadline: float = math.inf  # of time.monotonic
-
-    def __post_init__(self) -> None:
-        self.kind = torch.finfo(self.program.dtype)
-        self.nodes = _NodeReader(self.program).network()
-
-    @cached_property
-    def kinks(self) -> dict[str, int]:
-        """The nodes of kinks by their names."""
-        return {node.name: k for k, node in enumerate(self.nodes) if isinstance(node, Kink)}
-
-    def logits(self, image: Tensor) -> Tensor:
-        """The logits of one image, flat."""
-        held: list[Tensor] = [image.flatten().to("cpu", torch.float64)]
-        for node in self.nodes[1:]:
-            assert node is not None
-            read = [held[k] for k in node.before]
-            if isinstance(node, LinearMap):
-                held.append(node.run(read))
-            elif isinstance(node, Kink):
-                held.append(torch.maximum(read[0], node.leak * read[0]))
-            elif isinstance(node, PairProduct):
-                held.append(torch.mul(*node.seen(read)))
-            else:
-                low, high = follow(node.chain, read[0], read[0], self.kind).value
-                held.append((low + high) / 2)
-        return held[-1]
-
-    def compare(self, x: Tensor) -> None:
-        """Refuse a program whose answers for a batch are not the network's, image by image."""
-        program, points = self.program, probes(x[:COMPARED])
-        theirs, exact = (program.run(points.to(d)).cpu() for d in (program.dtype, torch.float64))
-        ours = torch.stack([self.logits(point.to(program.dtype)) for point in points])
-        sizes = 16 * (theirs - exact).abs() + 64 * self.kind.eps * exact.abs()
-        room = sizes[torch.isfinite(sizes)].sum()
-        if not bool((((ours - exact).abs() <= room) | ours.isnan()).all()):
-            raise Unfollowed(
-                "the program's answer for an image depends on the other images of its batch or on "
-                "memory that nobody wrote, or is not what the checker reads"
-            )
-
-
-# ---- reading
+    function: Function
 
 
 def words(text: str) -> frozenset[str]:
@@ -196,38 +95,37 @@ def words(text: str) -> frozenset[str]:
 
 
 MOVES = words(
-    "view _unsafe_view reshape clone alias detach _to_copy lift_fresh_copy unsqueeze squeeze "
-    "permute expand cat stack constant_pad_nd index index_select gather flip roll repeat diagonal "
-    "unfold im2col slice slice_scatter select select_scatter copy pixel_shuffle pixel_unshuffle "
+    "view _unsafe_view reshape clone alias detach lift_fresh_copy unsqueeze squeeze permute expand "
+    "cat stack constant_pad_nd index index_select gather flip roll repeat diagonal unfold im2col "
+    "slice slice_scatter select select_scatter copy pixel_shuffle pixel_unshuffle "
     "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d upsample_nearest2d "
     "where neg split_with_sizes unbind getitem"
 )
 """Operations whose values are among those they read."""
 
-ARITHMETIC = words("add sub mul div")
-MATRICES = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1}
-"""Products of matrices, with the place of the first factor among the arguments."""
+ARITHMETIC = words("add sub mul div _to_copy")
+FACTORS = {"mul": 0, "div": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1}
+"""Products, with the place of the first factor among the arguments."""
 
-LINEAR = (
+BENT = {"div": 1, "where": 0}
+"""Arguments in which an operation is not linear."""
+
+LINEAR = MOVES.union(
     words(
         "convolution mean sum cumsum col2im avg_pool1d avg_pool2d avg_pool3d upsample_bilinear2d "
         "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bilinear2d_aa"
-    )
-    .union(MATRICES)
-    .union(MOVES, ARITHMETIC)
+    ),
+    ARITHMETIC,
+    FACTORS,
 )
-"""Linear in what depends on the image; coefficients that are not constants are not negative."""
+"""Linear in what depends on the image, if that is one factor of a product; coefficients that are
+not constants are not negative."""
 
 SHAPES = words("full_like zeros_like ones_like new_zeros new_ones new_full sym_size")
 """Operations that read a shape only."""
 
-FACTORS = {
-    "convolution": slice(1, 3),
-    "index": slice(1, 2),
-    "index_select": slice(2, 3),
-    "gather": slice(2, 3),
-}
-"""Arguments that must be constants."""
+PLACES = words("dtype device")
+"""Settings that do not change values."""
 
 OTHERS = {
     "view": aten.reshape.default,
@@ -253,123 +151,137 @@ def _nodes(tree: Any) -> list[Node]:
     return found
 
 
-class _NodeReader:
-    """Turns the nodes of a program into those of a network.
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+class Network:
+    """The nodes that the logits depend on, in the order they run: node 0 is the image (``None``),
+    the last one has the logits.
 
     Attributes:
-        values: what the nodes are for an image of zeros, and constants.
-        roots: of nodes that depend on the image, those of which they are functions number by
-            number, the furthest one last.
-        places: the places of nodes in the network.
+        deadline: of ``time.monotonic``, for bounds of this network.
+        values: what the nodes of the program are for an image of zeros, and constants.
+        root: of nodes that depend on the image, the furthest one of which they are functions number
+            by number.
+        places: the places of the program's nodes in the network.
     """
 
+    deadline = math.inf
+
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.kind = program, torch.finfo(program.dtype)
         self.values: dict[Node, Any] = dict(program.constants)
-        on = {value.device for value in self.values.values()}
+        on = next((value.device for value in self.values.values()), None)
         self.values[program.image] = torch.zeros(
-            (1, *program.shape), dtype=program.dtype, device=on.pop() if on else None
+            (1, *program.shape), dtype=program.dtype, device=on
         )
-        self.roots = {program.image: [program.image]}
-        self.places = {program.image: 0}
-        self.nodes: list[LinearMap | Bend | None] = [None]
+        self.root, self.places = {program.image: program.image}, {program.image: 0}
+        self.nodes: list[Linear | Kink | Curve | None] = [None]
         self.shapes: list[Shape] = [(1, *program.shape)]
         with torch.no_grad():
             for node in program.nodes:
                 self._survey(node)
+            needed = {program.logits}
+            for node in reversed(program.nodes):
+                needed.update(self._needs(node) if node in needed else ())
+            for node in program.nodes:
+                if node in needed:
+                    self.places[node] = self._place(node)
+
+    def logits(self, image: Tensor) -> Tensor:
+        """The logits of one image, flat."""
+        held = [image.flatten().to("cpu", torch.float64)]
+        for node in self.nodes[1:]:
+            assert node is not None
+            read = [held[k] for k in node.before]
+            if isinstance(node, Linear):
+                held.append(node.run(read))
+            elif isinstance(node, Kink):
+                held.append(read[0].relu())
+            else:
+                unit = torch.arange(len(read[0]))
+                held.append(follow(node.function, read[0], read[0], unit, self.kind).value.mean(0))
+        return held[-1]
+
+    def compare(self, x: Tensor) -> None:
+        """Refuse a program whose answers for a batch are not the network's, image by image."""
+        points = probes(x[:COMPARED]).to(self.program.dtype)
+        theirs = self.program.run(points.double()).cpu()
+        off = (torch.stack([self.logits(point) for point in points]) - theirs).abs()
+        if bool((off > ALIKE * self.kind.eps * theirs.abs().nan_to_num(0.0, 0.0, 0.0).max()).any()):
+            raise Unfollowed(
+                "the program's answer for an image depends on the other images of its batch or on "
+                "memory that nobody wrote, or is not what the checker reads"
+            )
+
+    # ---- what a node is
 
     def _survey(self, node: Node) -> None:
         """Run a node for an image of zeros, and find what it is a function of."""
         name, reads = _name(node), self._reads(node)
-        value = self.program.apply(node, self.values, self.program.dtype)
-        if name == "empty":
-            value = torch.zeros_like(value)  # :meth:`Network.compare` sees whether it is read
-        self.values[node] = value
-        # Numbers that do not overflow are never infinite.
-        infinite = name in ("eq", "ne") and node.args[1] in (math.inf, -math.inf)
-        if not reads or name in SHAPES or infinite:
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random or "empty" in name:
+            raise self._refused(node, "it is random, or memory that nobody wrote")
+        value = self.values[node] = self.program.apply(node, self.values, self.program.dtype)
+        if not reads or name in SHAPES:
             return
-        self.roots[node] = [node]
-        plain = name in OPERATIONS or name == "relu" or node.target in FUNCTIONS
-        if plain and {self._shape(n) for n in reads} == {self._shape(node)}:
-            first, *rest = (self.roots[n] for n in reads)
-            self.roots[node] += [n for n in first if all(n in more for more in rest)]
+        self.root[node] = node
+        plain = (name in OPERATIONS or node.target in FUNCTIONS) and not self._coarse(value)
+        roots = {self.root[n] for n in reads}
+        if plain and len(roots) == 1 and {self._shape(n) for n in reads} == {self._shape(node)}:
+            self.root[node] = roots.pop()
 
-    def _reads(self, node: Any) -> list[Node]:
+    def _coarse(self, value: Any) -> bool:
+        """Whether values are rounded more coarsely than the program's precision."""
+        return _real(value) and torch.finfo(value.dtype).eps > self.kind.eps
+
+    def _reads(self, node: Node) -> list[Node]:
         """What a node reads that depends on the image, each as often as it is read."""
-        return [n for n in _nodes((node.args, dict(node.kwargs))) if n in self.roots]
+        return [n for n in _nodes((node.args, dict(node.kwargs))) if n in self.root]
 
     def _shape(self, node: Node) -> Shape:
         return tuple(getattr(self.values[node], "shape", ()))
 
-    def network(self) -> list[LinearMap | Bend | None]:
-        """The nodes that the logits depend on."""
-        logits = self.program.logits
-        needed = {logits, *self._needs(logits)}
-        for node in reversed(self.program.nodes):
-            if node in needed:
-                needed.update(self._needs(node))
-        for node in self.program.nodes:
-            if node in needed:
-                self.places[node] = self._place(node)
-        return self.nodes
-
-    def refused(self, node: Node, reason: str) -> Unfollowed:
+    def _refused(self, node: Node, reason: str) -> Unfollowed:
         return Unfollowed(f"the checker does not follow {place_of(node)}: {reason}")
 
-    # ---- what is done with a node
-
-    def _divides(self, node: Node) -> bool:
-        return _name(node) == "div" and node.args[1] in self.roots
+    def _factors(self, node: Node) -> list[Any]:
+        """The two factors of a product, if both depend on the image."""
+        start = FACTORS.get(_name(node), len(node.args))
+        found = [n for n in node.args[start : start + 2] if n in self.root]
+        return found if len(found) == 2 else []
 
     def _is_curve(self, node: Node) -> bool:
-        """Whether a node is read as a function of its furthest root."""
+        """Whether a node is read as a function of its root."""
         name, reads = _name(node), self._reads(node)
-        if name in ("mul", "div") and (len(reads) > 1 or self._divides(node)):
-            return len(self.roots[node]) > 1
-        if name == "where":
-            return node.args[0] in self.roots
-        if name == "_to_copy":
-            return not self.values[reads[0]].is_floating_point()
-        return (
-            name not in LINEAR
-            and (name in OPERATIONS or node.target in FUNCTIONS)
-            and name != "relu"
-        )
+        if self.root[node] is node or name == "relu":
+            return False
+        bent = name in BENT and node.args[BENT[name]] in self.root or bool(self._factors(node))
+        return bent or name not in LINEAR or not all(_real(self.values[n]) for n in reads)
 
     def _needs(self, node: Node) -> list[Node]:
         """The nodes whose values a node is computed from."""
-        if node not in self.roots:
-            raise self.refused(node, "it does not depend on the image")
-        if _name(node) == "getitem":
-            return self._reads(node.args[0])
-        if not self._is_curve(node):
-            return self._reads(node)
-        if len(self.roots[node]) == 1:
-            raise self.refused(node, "a function of several values")
-        return [self.roots[node][-1]]
+        if node not in self.root:
+            raise self._refused(node, "it does not depend on the image")
+        if self._is_curve(node):
+            return [self.root[node]]
+        return self._reads(node.args[0] if _name(node) == "getitem" else node)  # type: ignore[arg-type]
 
     def _place(self, node: Node) -> int:
-        name, value, needs = _name(node), self.values[node], self._needs(node)
+        name, value = _name(node), self.values[node]
+        if not _real(value) or self._coarse(value):
+            raise self._refused(node, f"its values are {getattr(value, 'dtype', 'several')}")
         if self._is_curve(node):
-            return self._curve(node, self.places[needs[0]])
-        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
-            raise self.refused(node, f"its values are {getattr(value, 'dtype', 'several')}")
-        if name in ("relu", "leaky_relu"):
-            leak: Any = 0.0 if name == "relu" else [0.01, *node.args[1:]][-1]
-            if not 0 <= leak <= 1:
-                raise self.refused(node, f"its slope {leak} is not between 0 and 1")
-            return self.add(Kink((self.places[needs[0]],), float(leak), node.name), value.shape)
-        factors = self._factors(node)
-        if factors and all(n in self.roots for n in factors):
-            return self._matrices(node)
-        if self._divides(node) or (name == "mul" and len(needs) > 1):
-            return self._product(node)
-        if name in LINEAR:
-            return self._linear(node)
-        raise self.refused(node, "the operator is not known; wball.certificates.register adds it")
+            return self._add(
+                Curve((self.places[self.root[node]],), self._function(node)), value.shape
+            )
+        before = [self.places[n] for n in dict.fromkeys(self._needs(node))]
+        if name == "relu":
+            return self._add(Kink((before[0],), node.name), value.shape)
+        return self._linear(node, before)
 
-    def add(self, node: LinearMap | Bend, shape: Sequence[int]) -> int:
+    def _add(self, node: Linear | Kink | Curve, shape: Sequence[int]) -> int:
         if math.prod(shape) > LARGEST:
             raise Unfollowed(
                 f"a layer of {math.prod(shape)} values, the checker handles up to {LARGEST}"
@@ -378,146 +290,107 @@ class _NodeReader:
         self.shapes.append(tuple(shape))
         return len(self.nodes) - 1
 
-    def affine(
-        self, before: Sequence[int], run: Callable[..., Tensor], shape: Shape, terms: float = 0.0
-    ) -> int:
-        shapes = [self.shapes[k] for k in before]
-        return self.add(LinearMap(tuple(before), shapes, run, terms), shape)
-
     # ---- kinds of nodes
 
-    def _curve(self, node: Node, place: int) -> int:
-        """A function of one number, from its furthest root."""
-        root, shape = self.roots[node][-1], self._shape(node)
-        wanted, left = {node}, [node]
-        while left:
-            new = {n for n in self._reads(left.pop()) if n is not root} - wanted
-            wanted |= new
-            left += new
-        found, steps = {root: Place(0)}, list[Link]()
+    def _function(self, node: Node) -> Function:
+        """A function of one number, from its root."""
+        root, shape = self.root[node], self._shape(node)
+        inside = [n for n in self.program.nodes if self.root.get(n) is root and n is not root]
+        inside = inside[: inside.index(node) + 1]
+        reads = {n for inner in inside for n in inner.all_input_nodes} - self.root.keys()
+        constants = {n: self._constant(self.values[n]) for n in reads}
 
-        def operand(n: Node) -> Any:
-            value = found.get(n, self.values.get(n))
-            if not isinstance(value, Tensor):
-                return value
-            return self._number(n).expand(shape).reshape(-1)
+        def some(value: Any, unit: Tensor) -> Any:
+            return value.expand(shape).flatten()[unit] if isinstance(value, Tensor) else value
 
-        for n in self.program.nodes:
-            if n in wanted:
-                args = map_arg(n.args, operand)
+        def run(span: Span, unit: Tensor) -> Span:
+            held = {root: span, **{n: some(value, unit) for n, value in constants.items()}}
+            for n in inside:
                 scale = {k: v for k, v in n.kwargs.items() if k == "alpha"}
-                steps.append(Link(_name(n), n.target, tuple(args), scale))
-                found[n] = Place(len(steps))
-        return self.add(Bow((place,), tuple(steps)), shape)
+                args: Any = map_arg(n.args, lambda read: held[read])
+                held[n] = apply(_name(n), n.target, *args, **scale)
+            return held[node]
+
+        return run
 
     @staticmethod
     def _constant(value: Any) -> Any:
         """A value on the CPU, in float64 if it is real."""
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to("cpu", torch.float64 if value.is_floating_point() else value.dtype)
+        return value.detach().to("cpu", torch.float64 if _real(value) else value.dtype)
 
-    def _number(self, value: Any) -> Tensor:
-        return torch.as_tensor(self.values.get(value, value)).detach().to("cpu", torch.float64)
-
-    def _product(self, node: Node) -> int:
-        """The product of two values; a divisor becomes its reciprocal."""
-        if node.args[0] not in self.places:
-            raise self.refused(node, "a quotient of another shape than its divisor")
-        first, second = (self.places[a] for a in node.args[:2])  # type: ignore[index]
-        shape = self._shape(node)
-        if self._divides(node):
-            inverse = Link("reciprocal", aten.reciprocal.default, (Place(0),), {})
-            second = self.add(Bow((second,), (inverse,)), self.shapes[second])
-        return self._multiplied(
-            first, second, lambda v: v.expand(shape), lambda v: v.expand(shape), shape
-        )
-
-    def _multiplied(
-        self,
-        first: int,
-        second: int,
-        one: Callable[[Tensor], Tensor],
-        other: Callable[[Tensor], Tensor],
-        shape: Shape,
-    ) -> int:
-        views = [
-            LinearMap((place,), [self.shapes[place]], lambda absolute, v, view=view: view(v), 0.0)
-            for place, view in ((first, one), (second, other))
-        ]
-        return self.add(PairProduct((first, second), (views[0], views[1])), shape)
-
-    def _factors(self, node: Node) -> tuple[Any, ...]:
-        """The factors of a product of matrices."""
-        start = MATRICES.get(_name(node), len(node.args))
-        return node.args[start : start + 2]
-
-    def _matrices(self, node: Node) -> int:
-        """A product of two matrices that depend on the image: all products of pairs, summed."""
-        first, second = (self.places[n] for n in self._factors(node))
-        bias = self._number(node.args[0]) if _name(node) == "addmm" else torch.zeros(())
-        if node.kwargs or len(self._reads(node)) > 2:
-            raise self.refused(node, "a sum of matrices that depend on the image")
-        a, b = self.shapes[first], self.shapes[second]
-        whole = (*a[:-1], b[-1], a[-1])
-        pairs = self._multiplied(
-            first,
-            second,
-            lambda v: v.unsqueeze(-2).expand(whole),
-            lambda v: v.mT.unsqueeze(-3).expand(whole),
-            whole,
-        )
-
-        def total(absolute: bool, v: Tensor) -> Tensor:
-            return v.sum(-1) + (bias.abs() if absolute else bias)
-
-        return self.affine([pairs], total, self._shape(node), a[-1] + 1.0)
-
-    def _linear(self, node: Node) -> int:
-        """A node that is linear in what depends on the image, as it is."""
-        part = None
-        shape = self._shape(node)
+    def _linear(self, node: Node, before: list[int]) -> int:
+        """A node that is linear in what depends on the image, or in each of two factors, as it
+        is."""
+        shape, part = self._shape(node), None
         if _name(node) == "getitem":
             node, part = node.args  # type: ignore[assignment]
-        name = _name(node)
-        if any(n in self.roots for n in _nodes(node.args[FACTORS.get(name, slice(0, 0))])):
-            raise self.refused(node, "its weights or places depend on the image")
+        name, factors = _name(node), self._factors(node)
+        target: Any = OTHERS.get(name, node.target)
+        if factors:
+            before = [self.places[n] for n in factors]
+        if name == "div" and factors:
+            inverse = Curve((before[1],), lambda v, unit: apply("div", None, 1.0, v))
+            before[1] = self._add(inverse, self.shapes[before[1]])
+            name, target = "mul", aten.mul.Tensor
         if name not in LINEAR:
-            raise self.refused(node, "the operator is not known")
+            raise self._refused(
+                node,
+                "it is not linear in what depends on the image, and not a function of one value "
+                "that is known (wball.certificates.register adds one)",
+            )
         reads = list(dict.fromkeys(self._reads(node)))
+        start = FACTORS.get(name, 0)
         constants = {n: self._constant(self.values[n]) for n in node.all_input_nodes}
 
         def run(absolute: bool, *values: Tensor) -> Tensor:
-            given = dict(zip(reads, values, strict=True))
+            held, args = dict(constants), list(node.args)
+            if factors:
+                args[start : start + 2] = values
+            else:
+                held.update(zip(reads, values, strict=True))
 
             def fill(n: Node) -> Any:
-                held = given.get(n, constants[n])
-                real = isinstance(held, Tensor) and held.is_floating_point()
-                return held.abs() if absolute and real else held
+                return held[n].abs() if absolute and _real(held[n]) else held[n]
 
-            def unsigned(value: Any) -> Any:
-                real = isinstance(value, float) or (type(value) is int and name in ARITHMETIC)
-                return abs(value) if absolute and real else value
+            def unsigned(value: Any, counts: bool = name not in ARITHMETIC) -> Any:
+                number = type(value) is float or (type(value) is int and not counts)
+                return abs(value) if absolute and number else value
 
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), fill)
-            kwargs = {k: unsigned(v) for k, v in kwargs.items() if k not in ("dtype", "device")}
-            target: Any = (UNSIGNED if absolute else {}).get(name, OTHERS.get(name, node.target))
-            found = target(*map(unsigned, args), **kwargs)
+            scale = {k: unsigned(v, False) for k, v in node.kwargs.items() if k not in PLACES}
+            function = UNSIGNED.get(name, target) if absolute else target
+            found = function(*map(unsigned, map_arg(tuple(args), fill)), **scale)
             return found if part is None else found[part]
 
-        return self.affine([self.places[n] for n in reads], run, shape, self._terms(node, reads))
+        shapes = [self.shapes[k] for k in before]
+        found = Linear(tuple(before), shapes, run, self._terms(node, reads), bool(factors))
+        self._check(node, found)
+        return self._add(found, shape)
+
+    def _check(self, node: Node, linear: Linear) -> None:
+        """Refuse a node that is not what :class:`Linear` says, at random values."""
+        draw = torch.Generator().manual_seed(0)
+        one = [
+            torch.randn(math.prod(s), dtype=torch.float64, generator=draw) for s in linear.shapes
+        ]
+        found, other, none = (linear.run([sign * v for v in one]) for sign in (1, -1, 0))
+        most = linear.run([v.abs() for v in one], absolute=True)
+        bent = 0 * most if linear.factors else found + other - 2 * none
+        if not bool(((bent.abs() <= 1e-9 * most) & (found.abs() <= (1 + 1e-9) * most)).all()):
+            raise self._refused(node, "it is not linear in what depends on the image")
 
     def _terms(self, node: Node, reads: list[Node]) -> float:
         """How many products are summed in one number, at most; 0 for moves."""
-        name, value = _name(node), self.values[node]
+        name = _name(node)
         if name in MOVES:
             return 0.0
         if name in ARITHMETIC:
             return 2.0
-        if name in MATRICES:
-            return self._shape(self._factors(node)[0])[-1] + 2.0
+        if name in FACTORS:
+            return self._shape(node.args[FACTORS[name]])[-1] + 2.0  # type: ignore[arg-type]
         if name == "convolution":
             weight = self.values[node.args[1]]  # type: ignore[index]
             return max(weight[0].numel(), weight[:, 0].numel()) + 2.0
         before = sum(self.values[n].numel() for n in reads)
-        return before / (value.numel() if name in ("mean", "sum") else 1) + 2.0
+        return before / (self.values[node].numel() if name in ("mean", "sum") else 1) + 2.0

@@ -1,17 +1,19 @@
-r"""The largest value of linear functions of a transport plan over a ball, from above, by weak
-duality.
+r"""The largest value of linear functions over a ball, from above.
 
-A row gives a unit of mass a value: ``w_ij = a_j + M_ij`` for a move from ``i`` to ``j``, ``a_i``
-for mass that stays. For every price ``psi >= 0`` of the budget ``E`` and every price ``r`` of the
-box,
+For transport plans it follows from weak duality. A unit of mass that moves from ``i`` to ``j``
+gains ``g_ij = a_j - a_i + M_ij``, where ``M_ij`` is the row's coefficient of the move. For every
+price ``psi >= 0`` of the budget ``E`` and every price ``r`` of a pixel,
 
 .. math::
-    \max_P \sum_{ij} P_{ij} w_{ij} \;\le\; \psi E + \sum_i x_i \max_j (w_{ij} - r_j - \psi C_{ij})
-        + \sum_j (hi\, r_j^+ - lo\, r_j^-)
+    \max_P \; \langle a, z \rangle + \langle M, P \rangle \;\le\;
+        \max_{lo \le z \le hi} \langle r, z \rangle + \langle a - r, x \rangle + \psi E
+        + \sum_i x_i \max_j \, (g_{ij} - r_j + r_i - \psi C_{ij})^+
 
-so the price may be any number, and only the last evaluation counts: in float64, with every rounding
+so prices may be any numbers, and only the last evaluation counts: in float64, with every rounding
 error added. Short moves are listed one by one. Longer ones are grouped: a group costs as much as
-its shortest move and has the value of the best target in a window that contains all of them.
+its cheapest move and has the value of the best target in a window that contains all of them.
+
+Any other ball answers for itself (``ball.support``).
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.ball import LinfBall, Plans, WassersteinBall
-from wball.certificates.checking.network import UNIT, Unfollowed, gamma
+from wball.ball import Ball, Plans, WassersteinBall
+from wball.certificates.checking.lines import UNIT, Unfollowed, gamma
 from wball.cost import DenseCost, GridCost
 
 ALL = 128
@@ -36,183 +38,159 @@ SEARCH = 30
 """Steps of bisection for the price of the budget, in float32."""
 
 PRICED, FEW = (0.25, 0.5, 0.75), 64
-"""Quantiles of a row that are tried as prices of the box, for up to ``FEW`` rows: a pixel is
-charged for what it is worth beyond the quantile."""
+"""Quantiles of a row that are tried as prices of pixels, for up to ``FEW`` rows: a pixel is charged
+for what it is worth beyond the quantile."""
 
 LARGEST = 4096
 """Largest number of pixels of an image: its costs are held as a matrix."""
 
 
-class Cube:
-    """``low <= z <= high`` in every pixel."""
+class Supported:
+    """The ball around one image ``x``, by its own support function and ranges of pixels in float64,
+    which may be off by the rounding of a sum of a few products a pixel.
 
-    def __init__(self, low: Tensor, high: Tensor) -> None:
-        self.low, self.high = low, high
+    Attributes:
+        point: the image, after a 1; ``most``: the largest magnitudes in the ball.
+    """
 
-    @property
-    def centre(self) -> Tensor:
-        """An image of the set, flat."""
-        return (self.low + self.high) / 2
+    def __init__(self, ball: Ball, x: Tensor) -> None:
+        self.ball, self.x = ball, x[None].to("cpu", torch.float64)
+        self.point = torch.cat([torch.ones(1, dtype=torch.float64), self.x.flatten()])
+        low, high = (end.flatten() for end in ball.input_set(self.x).ranges())
+        self.most = torch.cat([self.point[:1], torch.maximum(low.abs(), high.abs())])
+        room = gamma(16) * (self.most + self.point.abs())[1:]
+        self.low, self.high = low - room, high + room
 
     def ranges(self) -> tuple[Tensor, Tensor]:
+        """Least and largest value of every pixel, flat."""
         return self.low, self.high
 
-    def highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
-        """Upper bounds of ``<rows, z>``, (R,)."""
-        assert charges is None and prices is None
-        terms = torch.where(rows > 0, rows * self.high, rows * self.low)
-        return terms.sum(1) + gamma(rows.shape[1]) * terms.abs().sum(1)
+    def highest(self, rows: Tensor, prices: Tensor | None = None) -> Tensor:
+        """Upper bounds of rows over the ball, (R,), without prices."""
+        ball = self.ball.take(torch.zeros(len(rows), dtype=torch.long))
+        x = self.x.expand(len(rows), *self.x.shape[1:])
+        found = ball.support(x, rows[:, 1:].reshape(x.shape)).upper.to("cpu", torch.float64)
+        return rows[:, 0] + found + gamma(16 * len(self.most)) * (rows.abs() @ self.most)
 
 
 class Transport:
-    """One image's Wasserstein ball: mass, moves with their costs, budget and box."""
+    """One image's Wasserstein ball: mass, moves with their costs, budget and box.
+
+    Attributes:
+        point: the image, after a 1 and before the mass of each move, which is 0 there; ``most``:
+            the largest magnitudes in the ball.
+    """
 
     def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans, near: float) -> None:
         """``x``: one image ``(C, H, W)`` or histogram ``(n,)``; moves shorter than ``near`` are
         listed."""
         grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
-        self.channels, height, width = grid.shape
-        crosses, self.size = ball.cost.channel_cost is not None, (height, width)
-        self.pixels = height * width * (self.channels if crosses else 1)
-        if self.pixels > LARGEST:
-            raise Unfollowed(
-                f"an image of {self.pixels} pixels, the checker handles up to {LARGEST}"
-            )
-        # (pixels, pixels), inf where nothing moves
-        cost = _costs(ball, grid.shape, plans)
-        self.x = grid.reshape(-1, self.pixels)
-        self.channels = len(self.x)  # that exchange no mass
-        self.box = ball.box
-        self.budget = float(ball.budget(x[None])[0]) * (1 + 8 * UNIT)
-        cost.fill_diagonal_(math.inf)
-        channel, pixel = (self.x > 0).nonzero(as_tuple=True)
-        self.channel, self.pixel, self.mass = channel, pixel, self.x[channel, pixel]
-        self.cost = cost[pixel] * (1 - 8 * UNIT)  # (sources, pixels), never more than it is
-        few = self.pixels <= ALL
-        self.listed = few or crosses or isinstance(ball.cost, DenseCost)  # every move
-        self._list(
-            math.inf if self.listed else near,
-            ball.cost.p if isinstance(ball.cost, GridCost) else 1.0,
-        )
+        crosses, self.size = ball.cost.channel_cost is not None, grid.shape[1:]
+        planes = grid.reshape(1 if crosses else len(grid), -1)  # that exchange no mass
+        self.planes, pixels, width = planes.shape, planes.shape[1], grid.shape[2]
+        if pixels > LARGEST:
+            raise Unfollowed(f"an image of {pixels} pixels, the checker handles up to {LARGEST}")
+        self.budget = float(ball.budget(x[None])[0]) * (1 + gamma(grid.numel()))
+        self.plane, self.pixel = (planes > 0).nonzero(as_tuple=True)
+        self.mass = planes[self.plane, self.pixel]
+        place = torch.arange(pixels)
+        row, column = place // width, place % width
+        down, right = row - row[:, None], column - column[:, None]  # from, to
+        cost = _costs(ball, grid.shape, plans).fill_diagonal_(math.inf)
+        far = torch.maximum(down.abs(), right.abs())
+        every = pixels <= ALL or crosses or isinstance(ball.cost, DenseCost)
+        power = ball.cost.p if isinstance(ball.cost, GridCost) else 1.0
+        ends = [math.inf] if every else [near, *(end for end in GROUPS if end > near)]
+        self._list(cost[self.pixel] * (1 - 8 * UNIT), far[self.pixel], [e**power for e in ends])
+        self.low, self.top = ball.box or (0.0, math.inf)
+        self.boxed = ball.box is not None
+        total = planes.sum(1, keepdim=True) * (1 + gamma(pixels))
+        self.high = total.expand(-1, pixels).clamp(max=self.top).flatten()
+        one, moved = torch.ones(1, dtype=torch.float64), self.mass[:, None].expand(self.price.shape)
+        self.point = torch.cat([one, grid.flatten(), 0 * moved.flatten()])
+        self.most = torch.cat([one, self.high, moved.flatten()])
 
-    def _list(self, near: float, power: float) -> None:
-        """List the options of every source: single targets first, then groups of targets."""
-        listed = (self.cost < near**power) & torch.isfinite(self.cost)
-        most = max(1, int(listed.sum(1).max())) if self.cost.numel() else 1
-        order = torch.where(listed, self.cost, math.inf).argsort(1)[:, :most]
-        self.target = order
-        prices = [torch.where(listed, self.cost, math.inf).gather(1, order)]
-        self.windows: list[int] = []  # the largest distance of each group in rows and columns
-        start = near
-        for end in [e for e in GROUPS if e > near] if math.isfinite(near) else []:
-            group = (
-                (self.cost >= start**power) & (self.cost < end**power) & torch.isfinite(self.cost)
-            )
+    def _list(self, cost: Tensor, far: Tensor, ends: list[float]) -> None:
+        """List the moves of every source: single targets first, then groups of targets, with costs
+        between two ``ends``. None costs more than it does."""
+        groups = torch.bucketize(cost, torch.tensor(ends, dtype=torch.float64), right=True)
+        alone = torch.where(groups == 0, cost, math.inf)
+        most = max(1, int(torch.isfinite(alone).sum(1).max())) if len(cost) else 1
+        prices, self.target = alone.topk(most, 1, largest=False)
+        listed = [prices]
+        self.reaches: list[int] = []  # the largest distance of each group in rows and columns
+        for number in range(1, len(ends)):
+            group = (groups == number) & torch.isfinite(cost)
             if bool(group.any()):
-                self.windows.append(int(min(end, max(self.size))))
-                prices.append(torch.where(group, self.cost, math.inf).amin(1, keepdim=True))
-            start = end
-        self.price = torch.cat(prices, 1)  # (sources, options)
-
-    @property
-    def centre(self) -> Tensor:
-        """The image itself, flat."""
-        return self.x.flatten()
-
-    @property
-    def options(self) -> int:
-        return self.price.shape[0] * self.price.shape[1]
+                self.reaches.append(int(far[group].max()))
+                listed.append(torch.where(group, cost, math.inf).amin(1, keepdim=True))
+        self.price = torch.cat(listed, 1)  # (sources, moves), inf where there is none
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Least and largest value of every pixel, flat."""
-        total = (self.x.sum(1, keepdim=True) * (1 + gamma(self.pixels))).expand(self.x.shape)
-        low, high = self.box or (0.0, math.inf)
-        return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
+        return torch.full_like(self.high, max(0.0, self.low)), self.high
 
-    def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of staying ``(R, sources)`` and of moving ``(R, sources, options)``, for rows over
-        the flat image."""
-        maps = rows.view(-1, self.channels, self.pixels)
-        stay = maps[:, self.channel, self.pixel]
-        parts = [maps[:, self.channel[:, None], self.target]]
-        image = rows.view(-1, self.channels, *self.size)
-        for reach in self.windows:
-            around = F.max_pool2d(image, (2 * reach + 1, 1), 1, (reach, 0))
+    def _maps(self, rows: Tensor) -> Tensor:
+        """Coefficients of pixels, (R, planes, pixels)."""
+        return rows[:, 1 : 1 + len(self.high)].view(-1, *self.planes)
+
+    def gains(self, rows: Tensor) -> Tensor:
+        """An upper bound of what each move of a unit of mass adds, (R, sources, moves); ``-inf``
+        where there is no move."""
+        maps, charges = self._maps(rows), rows[:, 1 + len(self.high) :]
+        stay = maps[:, self.plane, self.pixel][..., None]
+        parts = [maps[:, self.plane[:, None], self.target]]
+        for reach in self.reaches:
+            around = maps.unflatten(2, self.size)
+            around = F.max_pool2d(around, (2 * reach + 1, 1), 1, (reach, 0))
             around = F.max_pool2d(around, (1, 2 * reach + 1), 1, (0, reach))
-            parts.append(around.flatten(2)[:, self.channel, self.pixel][..., None])
-        moved = torch.where(torch.isfinite(self.price), torch.cat(parts, 2), -math.inf)
-        return stay, moved
+            parts.append(around.flatten(2)[:, self.plane, self.pixel][..., None])
+        moved, charges = torch.cat(parts, 2), charges.view(-1, *self.price.shape)
+        gain = moved - stay + charges
+        room = 8 * UNIT * (moved.abs() + stay.abs() + charges.abs())
+        return torch.where(torch.isfinite(self.price), gain + room, -math.inf)
 
-    def gains(self, rows: Tensor, charges: Tensor | None) -> Tensor:
-        """An upper bound of what each move adds, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R,
-        sources * options)."""
-        stay, moved = self.worth(rows)
-        gain = moved - stay[..., None]
-        size = moved.abs() + stay.abs()[..., None]
-        if charges is not None:
-            gain, size = gain + charges.view(gain.shape), size + charges.view(gain.shape)
-        gain = torch.where(torch.isfinite(moved), gain + 8 * UNIT * size, 0.0)
-        return gain.clamp(min=0).flatten(1)
+    def highest(self, rows: Tensor, prices: Tensor | None = None) -> Tensor:
+        """Upper bounds of rows over the ball, (R,). They are valid for any prices of the pixels and
+        of the budget."""
+        maps = self._maps(rows)
+        tried = [0 * maps.flatten(1)]
+        if self.boxed and prices is not None:
+            tried = [prices]
+        elif self.boxed and len(rows) <= FEW:
+            quantiles = (maps.quantile(share, 2, keepdim=True) for share in PRICED)
+            tried += [(maps - quantile).clamp(min=0).flatten(1) for quantile in quantiles]
+        return torch.stack([self._highest(rows, price) for price in tried]).amin(0)
 
-    def highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
-        """Upper bounds of ``<rows, z>`` plus charges, (R,). They are valid for any prices of the
-        box and the budget."""
-        if self.mass.numel() == 0:
-            return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
-        found = self._highest(rows, charges, prices)
-        if prices is not None or self.box is None or rows.shape[0] > FEW:
-            return found
-        maps = rows.view(-1, self.channels, self.pixels)
-        for share in PRICED:
-            above = (maps - maps.quantile(share, 2, keepdim=True)).clamp(min=0).flatten(1)
-            found = torch.minimum(found, self._highest(rows, charges, above))
-        return found
+    def _highest(self, rows: Tensor, prices: Tensor) -> Tensor:
+        at = rows.clone()
+        at[:, 1 : 1 + len(self.high)] -= prices
+        paid = (prices.clamp(min=0) * self.high + prices.clamp(max=0) * self.low).sum(1)
+        size = rows.abs() @ self.most + prices.abs() @ (self.high + abs(self.low))
+        found = at @ self.point + paid + gamma(rows.shape[1] + 4) * size
+        if not len(self.mass):
+            return found  # the ball is one black image
+        gain = self.gains(at)
+        psi = self._search(gain.float()).double()
+        most = self._net(gain, psi).amax(2).clamp(min=0) @ self.mass + psi * self.budget
+        return found + most * (1 + gamma(len(self.mass) + 8))
 
-    def _highest(self, rows: Tensor, charges: Tensor | None, prices: Tensor | None) -> Tensor:
-        at = rows if prices is None else rows - prices
-        stay, moved = self.worth(at)
-        size = stay.abs().amax(1) + torch.where(torch.isfinite(moved), moved.abs(), 0.0).flatten(
-            1
-        ).amax(1)
-        if charges is not None:
-            moved = moved + charges.view(moved.shape)
-            size = size + charges.abs().amax(1)
-        price = torch.where(torch.isfinite(self.price), self.price, 0.0)
-        psi = self._search(stay.float(), moved.float(), price.float()).to(torch.float64)
-        value = self._dual(stay, moved, price, psi)[0]
-        mass, top = self.mass.sum(), float(price.max())
-        if prices is not None and self.box is not None:
-            low, high = self.box
-            paid = high * prices.clamp(min=0) + low * prices.clamp(max=0)
-            value = value + paid.sum(1) + gamma(rows.shape[1]) * paid.abs().sum(1)
-            size = size + prices.abs().amax(1)
-        return value + gamma(stay.shape[1] + 8) * (size + psi * (top + 1)) * (
-            mass + self.budget + 1
-        )
+    def _net(self, gain: Tensor, psi: Tensor) -> Tensor:
+        """What every move gains beyond its cost."""
+        return gain * (1 + 8 * UNIT) - psi[:, None, None] * self.price.clamp(max=1e38).to(gain)
 
-    def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
-        """The best price found by bisection: the dual function is convex."""
-        gain = (moved - stay[..., None]) / price.clamp(min=1e-30)
-        steep = torch.where(torch.isfinite(self.price) & (price > 0), gain, 0.0)
-        low = torch.zeros_like(stay[:, 0])
-        high = steep.flatten(1).amax(1).clamp(min=0) * (1 + 1e-6)
-        best, at = self._dual(stay, moved, price, high)[0], high
+    def _search(self, gain: Tensor) -> Tensor:
+        """The best price of the budget, found by bisection: the dual function is convex."""
+        price, mass = self.price.clamp(1e-30, 1e38).float().expand(gain.shape), self.mass.float()
+        high = torch.where(self.price > 0, gain / price, 0.0).flatten(1).amax(1).clamp(min=0)
+        low, high = 0 * high, high * (1 + 1e-6)
         for _ in range(SEARCH):
             psi = (low + high) / 2
-            value, paid = self._dual(stay, moved, price, psi)
-            best, at = torch.minimum(value, best), torch.where(value < best, psi, at)
-            over = paid > self.budget
+            top, choice = self._net(gain, psi).max(2)
+            spent = price.gather(2, choice[..., None])[..., 0]
+            over = torch.where(top > 0, spent, 0.0) @ mass > self.budget
             low, high = torch.where(over, psi, low), torch.where(over, high, psi)
-        return at
-
-    def _dual(
-        self, stay: Tensor, moved: Tensor, price: Tensor, psi: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        top, choice = (moved - psi.view(-1, 1, 1) * price).max(2)
-        goes, mass = top > stay, self.mass.to(stay.dtype)
-        spent = price.expand(moved.shape).gather(2, choice[..., None])[..., 0]
-        paid = (torch.where(goes, spent, 0.0) * mass).sum(1)
-        return psi * self.budget + (torch.where(goes, top, stay) * mass).sum(1), paid
+        return high
 
 
 def _costs(ball: WassersteinBall, shape: torch.Size, plans: Plans) -> Tensor:
@@ -239,19 +217,17 @@ def _costs(ball: WassersteinBall, shape: torch.Size, plans: Plans) -> Tensor:
     return out
 
 
-def domain(ball: object, x: Tensor, plans: Plans, near: float) -> Cube | Transport:
+def domain(ball: Ball, x: Tensor, plans: Plans, near: float) -> Supported | Transport:
     """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are
     listed one by one."""
-    if type(ball) is LinfBall:
-        wide = x.to("cpu", torch.float64)
-        eps = float(torch.as_tensor(ball.eps).reshape(-1)[0])
-        low, high = wide - eps * (1 + 4 * UNIT), wide + eps * (1 + 4 * UNIT)
-        if ball.box is not None:
-            low, high = low.clamp(*ball.box), high.clamp(*ball.box)
-        room = 2 * UNIT * (wide.abs() + eps)
-        return Cube((low - room).flatten(), (high + room).flatten())
     if type(ball) is WassersteinBall:
         return Transport(ball, x, plans, near)
-    raise Unfollowed(
-        f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}"
-    )
+    try:
+        if isinstance(ball, WassersteinBall):
+            raise NotImplementedError("plans of a subclass may be others")
+        return Supported(ball, x)
+    except NotImplementedError as error:
+        raise Unfollowed(
+            "ball must be a WassersteinBall or have a support function to be checked, got "
+            f"{type(ball).__name__}: {error}"
+        ) from None
