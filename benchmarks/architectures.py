@@ -102,11 +102,11 @@ def tried(name: str, device: str, seed: int, seconds: float, whole: bool) -> Row
     architecture = next(known for known in KINDS if known.name == name)
     model = made(architecture, seed).to(device)
     x = images(architecture.channels, device)
-    y = ask(model, x).argmax(1)
     row: Row = {"family": architecture.family, "name": name, "followed": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            y = ask(model, x).argmax(1)
             read_graph(model, x)
             row["export_seconds"] = round(time.perf_counter() - begun, 2)
             if whole:

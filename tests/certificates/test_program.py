@@ -55,6 +55,10 @@ def plain(net: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def looked_up(h: Tensor) -> Tensor:
+    return F.embedding((15 * h).long(), torch.arange(16.0)[:, None])[..., 0]
+
+
 # ---- what is refused, in one sentence
 
 
@@ -91,6 +95,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: before(lambda h: h if h.sum() > 3 else -h),
         "cannot read Around",
     ),
+    "a condition": (
+        lambda: before(lambda h: torch.cond(h.sum() > 3, torch.sin, torch.cos, (h,))),
+        "torch.cond",
+    ),
+    "a table beyond its end": (lambda: before(looked_up), "around the images: IndexError"),
     "a branch on the batch": (lambda: Batched(plain), "Batched"),
     "a buffer": (lambda: Counting(plain), r"changes (model\.)?seen"),
     "a counter": (lambda: Growing(plain), "answers something else|cannot read"),
