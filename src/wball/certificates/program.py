@@ -100,7 +100,9 @@ class Program:
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
         target: Any = node.target
-        return target(*map(translated, args), **{k: translated(v) for k, v in kwargs.items()})
+        found = target(*map(translated, args), **{k: translated(v) for k, v in kwargs.items()})
+        made = not node.all_input_nodes and getattr(found, "dtype", None) == self.dtype
+        return found.to(dtype) if made else found  # torch.arange(4.0) has a precision of its own
 
     @property
     def fingerprint(self) -> str:
