@@ -30,7 +30,7 @@ from torch import Tensor
 from wball import inputs
 from wball.inputs import dot, per_image
 from wball.kernels.log_products import LogProducts
-from wball.kernels.projected_sinkhorn.reference_sweeps import log_omega
+from wball.kernels.projected_sinkhorn.reference import log_omega
 from wball.result import ProjectionResult, SinkhornResult
 from wball.solvers.problem import TransportProblem, as_given, as_grid, statuses
 

@@ -2,56 +2,80 @@
 float64.
 
 The other kernels are tested against it. It serves GPU images that are too large for one Triton
-program. An image sweeps (:mod:`wball.kernels.projected_sinkhorn.reference_sweeps`) until an
-estimate of its gap is small enough, offers its repaired plan, and leaves the batch when it is done.
+program. An image sweeps until an estimate of its gap is small enough, offers its repaired plan, and
+leaves the batch when it is done.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from wball.cost import PAID
+from wball.cost import PAID, Moves
 from wball.inputs import largest, per_image
 from wball.kernels import projected_sinkhorn as settings
+from wball.kernels.entropic_plan import narrowed
 from wball.kernels.plan_rows import PlanRows, image_sums, into_box
-from wball.kernels.projected_sinkhorn import MEMORY, ProjectedSinkhorn, Projection, entropy_at_rest
-from wball.kernels.projected_sinkhorn.reference_sweeps import TINY, Unfinished, follow, sweep
+from wball.kernels.projected_sinkhorn import (
+    EXACT_SLACK,
+    MEMORY,
+    SLACK,
+    ProjectedSinkhorn,
+    Projection,
+    entropy_at_rest,
+)
+
+TINY = 1e-300
+
+
+class Unfinished(SimpleNamespace):
+    """The unfinished images; the first dimension of each tensor is the image.
+
+    ``beta`` and ``price`` are in units of ``tau``. Gaps are relative to ``size``, and an image
+    offers its plan at a gap of ``target``. ``changes`` and ``steps`` are the memory of the sweeps,
+    ``(B, MEMORY, n)``.
+    """
+
+    def take(self, index: Tensor) -> Unfinished:
+        return Unfinished(**{name: values[index] for name, values in vars(self).items()})
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     (s, answer), step = _start(problem), 0
-    problem = replace(problem, moves=problem.moves.like(s.x))
+    moves = problem.moves.like(s.x)
     while len(s.place):
         step += 1
-        s = _sweep_and_offer(problem, s, answer, step)
+        wide, s.beta = s.beta, narrowed(s.beta)  # potentials too far apart end the sweeps
+        s.done = (wide < s.beta).flatten(1).any(1) | (step >= problem.max_iter)
+        rows, miss = PlanRows(s.x, s.beta, moves), settings.PSI_TOL * s.target * s.size / s.tau
+        s.price = rows.solve_price(
+            s.budget, s.price, 12 if step == 1 else 3, settings.PSI_TOL, miss
+        )
+        columns, cost = rows.columns(), image_sums(rows.exchanged(1.0, PAID))
+        change, scale, resists, relief = _columns(problem, s, rows, columns)
+        # The expected gap after a repair, which returns mass outside the box at no cost.
+        kept = columns.clamp(*problem.ends)
+        outside = settings.EXCESS * image_sums((columns - kept).abs())
+        about = _misfit(problem, s, kept) - relief
+        about += s.tau * s.price * ((s.budget - cost).abs() + outside)
+        _, s.size = _value(problem, s, rows, columns, cost, 0.0)
+        ready = ((about <= s.target * s.size) | s.done).nonzero()[:, 0]
+        if len(ready):
+            _offer(problem, s, ready, moves, answer, step)
+        misled = about > settings.DOUBT * torch.maximum(s.lowest, s.target * s.size)
+        s.lowest = torch.where(misled, about, torch.minimum(s.lowest, about))
+        s.bold = torch.where(misled, settings.LESS * s.bold, s.bold)
+        reach = change.abs().clamp(min=settings.FAR)
+        longer = (per_image(s.bold, s.x) * scale).clamp(min=1.0)
+        _follow(
+            s, (change * longer).clamp(-reach, reach), resists, misled | (step == 1), step % MEMORY
+        )
+        s = s.take((~s.done).nonzero()[:, 0]) if len(ready) else s
     return answer
-
-
-def _sweep_and_offer(
-    problem: Projection, s: Unfinished, answer: ProjectedSinkhorn, step: int
-) -> Unfinished:
-    """Sweep once, and offer the plans that seem good enough. Returns the images that are left."""
-    swept = sweep(problem, s, step)
-    # The expected gap after a repair, which returns mass outside the box at no cost.
-    columns, cost = swept.columns, image_sums(swept.rows.exchanged(1.0, PAID))
-    kept = columns.clamp(*problem.ends)
-    outside = settings.EXCESS * image_sums((columns - kept).abs())
-    about = _misfit(problem, s, kept) - swept.relief
-    about += s.tau * s.price * ((s.budget - cost).abs() + outside)
-    _, s.size = _value(problem, s, swept.rows, columns, cost, 0.0)
-    ready = (((about <= s.target * s.size) & (step >= s.wait)) | s.done).nonzero()[:, 0]
-    if len(ready):
-        _offer(problem, s, ready, answer, step)
-    misled = about > settings.DOUBT * torch.maximum(s.lowest, s.target * s.size)
-    s.lowest = torch.where(misled, about, torch.minimum(s.lowest, about))
-    s.bold = torch.where(misled, settings.LESS * s.bold, s.bold)
-    follow(s, swept, misled | (step == 1), step % MEMORY)
-    return s.take((~s.done).nonzero()[:, 0]) if len(ready) else s
 
 
 def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
@@ -75,12 +99,63 @@ def _start(problem: Projection) -> tuple[Unfinished, ProjectedSinkhorn]:
         place=torch.arange(len(x), device=x.device), x=x, w=w, budget=budget, tau=tau,
         centre=centre, rest=rest, beta=beta, price=psi / tau, size=centre,
         target=torch.full_like(centre, (settings.FIRST - settings.MARGIN) * problem.tol),
-        offers=torch.zeros_like(centre), wait=torch.zeros_like(centre),
         lowest=torch.full_like(centre, math.inf), bold=torch.ones_like(centre),
         last=beta, change=beta, metric=beta,
-        changes=past, steps=past, inverse=x.new_zeros((len(x), MEMORY)),
+        changes=past, steps=past,
     )  # fmt: skip
     return s.take((~single).nonzero()[:, 0]), answer
+
+
+def _columns(
+    problem: Projection, s: Unfinished, rows: PlanRows, columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Solve the columns: the change of ``beta`` that they ask for, what it is scaled by, how much
+    they resist it, and how much the margin of full columns lowers the gap."""
+    (lo, hi), tau, n = problem.ends, per_image(s.tau, s.x), s.x[0].numel()
+    # Full columns aim below hi, by a margin in which the gap has the derivative `pressed`.
+    pressed = image_sums((s.w - tau * s.beta - hi).clamp(min=0.0))
+    worth = settings.MARGIN * problem.tol * s.size
+    margin = torch.minimum(worth / pressed.clamp(min=TINY), (2 * worth / n).sqrt())
+    margin = torch.minimum(margin, settings.MARGIN * s.budget / n)
+    margin = margin.clamp(max=settings.WIDEST_MARGIN * (hi - lo) if hi < math.inf else 0.0)
+    log_s = torch.log(columns.clamp(min=TINY)) - s.beta
+    level = log_omega(s.w / tau + log_s - torch.log(tau)) + torch.log(tau)
+    bound = level.clamp(min=math.log(lo) if lo > 0 else -math.inf)
+    bound = bound.minimum(per_image(torch.log(hi - margin), s.x))
+    whole = columns + torch.where(bound == level, tau, 0.0)
+    resists = whole - rows.stays.square() / s.x.clamp(min=TINY)
+    resists = torch.maximum(resists, 1e-9 * whole).clamp(min=TINY)
+    return bound - log_s - s.beta, whole / resists, resists, margin * pressed
+
+
+def log_omega(y: Tensor) -> Tensor:
+    """The logarithm of Wright's omega, the solution ``v`` of ``exp(v) + v = y``, by Newton's
+    method.
+
+    >>> float(log_omega(torch.tensor(1.0)))
+    0.0
+    """
+    y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
+    v = torch.where(y < 1, y, torch.log(y.clamp(min=1)))  # above the solution, or at it
+    for _ in range(6):
+        below = v - 1
+        v = torch.addcmul(below, y - below, torch.sigmoid(-v))
+    return v
+
+
+def _follow(s: Unfinished, change: Tensor, resists: Tensor, begins: Tensor, slot: int) -> None:
+    """The next ``beta``: a conjugate step from the scaled change of this sweep and of earlier ones,
+    which are dropped for images that begin anew."""
+    new, fresh = s.beta + change, per_image(begins, change)
+    s.metric = torch.where(fresh, resists, s.metric)
+    s.changes[:, slot], s.steps[:, slot] = (change - s.change).flatten(1), (new - s.last).flatten(1)
+    s.changes = torch.where(per_image(begins, s.changes), 0.0, s.changes)
+    s.change, s.last = change, new
+    weighted = s.metric.flatten(1)[:, None] * s.changes
+    square = weighted @ s.changes.mT
+    square.diagonal(dim1=1, dim2=2).mul_(1 + settings.DEPENDENT).add_(TINY)
+    share = torch.linalg.solve(square, weighted @ change.flatten(1)[..., None])
+    s.beta = new - (share.mT @ s.steps).view_as(new)
 
 
 def _misfit(problem: Projection, s: Unfinished, z: Tensor) -> Tensor:
@@ -107,13 +182,18 @@ def _value(
 
 
 def _offer(
-    problem: Projection, everyone: Unfinished, index: Tensor, answer: ProjectedSinkhorn, step: int
+    problem: Projection,
+    everyone: Unfinished,
+    index: Tensor,
+    moves: Moves,
+    answer: ProjectedSinkhorn,
+    step: int,
 ) -> None:
     """Repair and evaluate the plans of some images, and store those of images that are done."""
     (lo, hi), s = problem.ends, everyone.take(index)
-    rows, exact = PlanRows(s.x, s.beta, problem.moves), answer.z.dtype == torch.float64
+    rows, exact = PlanRows(s.x, s.beta, moves), answer.z.dtype == torch.float64
     rows.at(s.price)
-    slack = problem.unit * (settings.EXACT_SLACK if exact else settings.SLACK)
+    slack = problem.unit * (EXACT_SLACK if exact else SLACK)
     keep, give, sent, received = into_box(rows, lo, hi, slack)
     cost = image_sums(give * rows.exchanged(keep, PAID))
     scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)
@@ -138,6 +218,4 @@ def _offer(
         if place is not None:
             place[s.place[kept]] = value[kept].to(place.dtype)
     everyone.done[index] = done
-    everyone.offers[index] += 1
-    everyone.wait[index] = step + settings.PAUSE * everyone.offers[index]
     everyone.target[index] = (0.5 * s.target).clamp(min=settings.LEAST * problem.tol)
