@@ -4,8 +4,6 @@ It is a ``wball evaluate`` command that takes a minute on two cores: few images,
 version of the standard attack. The report shows how precise so few images are.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

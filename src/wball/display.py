@@ -1,7 +1,5 @@
 """Results in a session: one line in a terminal, a small table in a notebook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from html import escape

@@ -1,7 +1,5 @@
 """Download data sets and weights: resumable, and complete with the right checksum or absent."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os

@@ -1,7 +1,5 @@
 """The installation (``wball info``): versions, devices, kernels, and why one is not available."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -4,8 +4,6 @@ Solvers need not check their inputs. Each error names the argument, the value se
 Nothing is modified in place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 
@@ -200,16 +198,16 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
         )
     if labels.shape != x.shape[:1]:
         raise ValueError(
-            f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}; for one-hot "
+            f"{name} must have one class per image, shape ({len(x)},), got {tuple(labels.shape)}; for one-hot "
             "rows use argmax(1), for a column of classes flatten()"
         )
     return labels.detach().to(device=x.device, dtype=torch.long)
 
 
 def check_eps_count(eps: float | Tensor, batch: int) -> None:
-    if isinstance(eps, Tensor) and eps.shape[0] != batch:
+    if isinstance(eps, Tensor) and len(eps) != batch:
         raise ValueError(
-            f"eps has {eps.shape[0]} values for {batch} images; give one per image, or a single number"
+            f"eps has {len(eps)} values for {batch} images; give one per image, or a single number"
         )
 
 
@@ -279,6 +277,16 @@ def result_dtype(x: Tensor) -> torch.dtype:
 def per_image(values: Tensor, like: Tensor) -> Tensor:
     """``(B,)`` reshaped to broadcast against a tensor with a leading batch dimension."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def zeros(x: Tensor) -> Tensor:
+    """A zero for each image, in float64."""
+    return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Where a mask is set."""
+    return mask.nonzero().squeeze(1)
 
 
 def largest(values: Tensor) -> Tensor:

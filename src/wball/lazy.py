@@ -1,8 +1,6 @@
 """Modules of a package that are imported when they are first named, as documentation writes
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec

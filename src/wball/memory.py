@@ -1,7 +1,5 @@
 """How much memory of a GPU is left."""
 
-from __future__ import annotations
-
 import torch
 
 

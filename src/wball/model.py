@@ -7,8 +7,6 @@ logits, an error describes the output; a model of two classes with one number pe
 in :class:`wball.Binary`.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -17,8 +17,6 @@ the dual of a cheapest flow is one potential per pixel). docs/reproduction.md sa
 released code departs from the paper: in the start and the step of ``psi``, this follows the code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Two runs of one command on one machine have the same provenance: it has no times or process numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

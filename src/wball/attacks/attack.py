@@ -30,7 +30,7 @@ from wball.attacks.findings import Finding, merged, reliable
 from wball.attacks.levels import check_on_levels, rounded
 from wball.ball import Ball, check_ball
 from wball.display import Explained, Summarised, percent
-from wball.inputs import result_dtype
+from wball.inputs import positions, result_dtype
 from wball.model import Model, as_found, ask, judge, reached
 from wball.plan import StoredPlan
 from wball.progress import Bar
@@ -71,7 +71,7 @@ class Task:
     confirm: bool = True
 
     def __len__(self) -> int:
-        return self.x.shape[0]
+        return len(self.x)
 
     def take(self, index: Tensor) -> Task:
         """The task for a subset of the images."""
@@ -304,7 +304,7 @@ class Attack(ABC):
         if target is None and self.target is not None:
             target = torch.full_like(y, self.target)
         target = None if target is None else inputs.check_labels("target", target, x)
-        inputs.check_eps_count(self.ball.eps, x.shape[0])
+        inputs.check_eps_count(self.ball.eps, len(x))
         x = x.to(result_dtype(x))
         if self.levels is not None:
             check_on_levels(x, self.levels)
@@ -355,7 +355,7 @@ class Attack(ABC):
         pixel levels if there are any."""
         if self.levels is not None:
             return to_levels(found, self.ball, task, self.levels)
-        claimed = found.success.nonzero().squeeze(1)
+        claimed = positions(found.success)
         if claimed.numel() == 0 or not task.confirm:
             return found
         return without(found, claimed[~task.take(claimed).judge(found.images[claimed])])
@@ -453,7 +453,7 @@ def to_levels(result: AttackResult, ball: Ball, task: Task, levels: int) -> Atta
     images, success = x.clone(), already.clone()
     distance = torch.zeros_like(result.distance)
     for share in PULLED_BACK:
-        left = (result.success & ~success).nonzero().squeeze(1)
+        left = positions(result.success & ~success)
         if left.numel() == 0:
             break
         start = x[left]
@@ -469,9 +469,9 @@ def to_levels(result: AttackResult, ball: Ball, task: Task, levels: int) -> Atta
         images[where], success[where] = points[kept], True
         distance[where] = far.distance[kept].to(distance)
     status = list(result.status)
-    for i in already.nonzero().flatten().tolist():
+    for i in positions(already).tolist():
         status[i] = AttackStatus.ALREADY_WRONG
-    for i in (result.success & ~success).nonzero().flatten().tolist():
+    for i in positions(result.success & ~success).tolist():
         status[i] = AttackStatus.SURVIVED
     return replace(
         result, images=images, success=success, distance=distance, status=tuple(status), proof=None

@@ -55,7 +55,7 @@ from wball.attacks.attack import (
 )
 from wball.attacks.recording import RECORDERS, WORTH, put, recorded, tensors_in
 from wball.ball import Ball
-from wball.inputs import per_image
+from wball.inputs import per_image, positions, zeros
 from wball.model import ask, check_classes, full_precision, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
 
@@ -303,22 +303,22 @@ class AttackBatch:
                 first = logits if task.start is None else ask(task.model, task.start)
                 self._aim = objective.rival(first, task.y)
             success, loss = self.reached(logits), self.loss(logits)
-            wrong = success.nonzero().squeeze(1)
+            wrong = positions(success)
             if (
                 wrong.numel() and task.confirm
             ):  # an image that is wrong by rounding alone is attacked
                 success[wrong] = task.take(wrong).judge(x[wrong])
         self.logits = logits
-        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        zero = zeros(x)
         status = torch.where(success, ALREADY_WRONG, SURVIVED)
-        steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        steps = torch.zeros(len(x), dtype=torch.long, device=x.device)
         queries = steps + self.queries
         self._all = _Best(
             x.clone(), success, zero, loss, steps, status, spread_eps(ball, zero).clone(), queries,
             success.clone(),
         )  # fmt: skip
-        self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
-        self.active = torch.arange(x.shape[0], device=x.device)
+        self._best = self._all.at(torch.arange(len(x), device=x.device))
+        self.active = torch.arange(len(x), device=x.device)
 
     @property
     def x(self) -> Tensor:
@@ -449,7 +449,7 @@ class AttackBatch:
         positions that are kept, or ``None`` if all are."""
         if not self.until_success:
             return None
-        kept = (~self._best.clear).nonzero().squeeze(1)
+        kept = positions(~self._best.clear)
         count = self.active.numel()
         if kept.numel() == count or count - kept.numel() < least * count:
             return None
@@ -646,7 +646,7 @@ class Loop:
 
     def restore(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         """Return to the state that was :meth:`packed`, from the start of the same attack."""
-        kept = torch.isin(self.batch.active.cpu(), tensors["active"]).nonzero().squeeze(1)
+        kept = positions(torch.isin(self.batch.active.cpu(), tensors["active"]))
         kept = kept.to(self.batch.x.device)
         self.batch.keep(kept)
         self.take(kept)

@@ -15,8 +15,6 @@ None of them knows how a model hides its gradients. A model that fails none of t
 something, but not from these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

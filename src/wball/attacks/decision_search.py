@@ -15,8 +15,6 @@ lies in the ball itself, the image is broken. (Estimating a boundary's normal fr
 HopSkipJump, Chen, Jordan, Wainwright 2020.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ from torch.nn import functional as F
 from wball.attacks.base import AttackBatch, State, into_box, normal, spread_eps
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.score_search import QueryAttack, reachable_pixels
-from wball.inputs import per_image
+from wball.inputs import per_image, zeros
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
 """Radii of the first images, in units of the ball's."""
@@ -73,7 +71,7 @@ class DecisionSearch(QueryAttack):
     def init(self, batch: AttackBatch, generator: Generator) -> _Boundary:
         x, ball = batch.x, batch.ball
         low, high = ball.box or (0.0, 1.0)
-        none = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        none = zeros(x)
         state = _Boundary(
             x, ball, x, none, b=torch.zeros_like(x), wrong=x, radius=torch.full_like(none, torch.inf),
             noise=torch.full_like(none, NOISE * (high - low)), pace=torch.full_like(none, self.step_size),

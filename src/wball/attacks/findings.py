@@ -8,8 +8,6 @@ share of the images: one image in a thousand that only the black-box search brea
 gradients are a little worse than they could be, not that they are masked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ were tried it gains 98 to 99.7 % of what the farthest point gains. The price and
 of one step start the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +23,7 @@ from torch import Tensor
 from wball.attacks.base import AttackBatch, State, SteppedAttack
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Oracle
-from wball.inputs import per_image
+from wball.inputs import per_image, zeros
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS
 
@@ -62,7 +60,7 @@ class FrankWolfe(SteppedAttack):
         x = batch.x
         options = {"sweeps": SWEEPS, "momentum": MOMENTUM, "roundings": ROUNDINGS + 1}
         proof = batch.keep_proofs(Plan) if self.proofs else None
-        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        zero = zeros(x)
         # In float64, so that the mixture of many corners is rounded once, for the model.
         z, oracle = x.double(), batch.ball.oracle(x, **options)
         return _Mixture(x, batch.ball, z, zero, proof, oracle=oracle)

@@ -9,8 +9,6 @@ rounded image is still in the ball, by its exact distance, and still meets the g
 and read back, it is the same image.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

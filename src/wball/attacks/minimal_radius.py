@@ -12,8 +12,6 @@ smallest radius (with an example to show), and ``failed`` the largest radius bel
 example.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.attack import Attack, Task, check_attack
 from wball.display import Summarised
-from wball.inputs import per_image, result_dtype
+from wball.inputs import per_image, positions, result_dtype, zeros
 from wball.model import Model, as_found, ask, full_precision, reached
 
 PULL_BACK_STEPS = 8
@@ -91,8 +89,8 @@ def minimal_radius(
     x = x.to(result_dtype(x))
     y = inputs.check_labels("y", y, x)
     target = None if target is None else inputs.check_labels("target", target, x)
-    whole, batch = Task(model, x, y, target), x.shape[0]
-    radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
+    whole, batch = Task(model, x, y, target), len(x)
+    radius = zeros(x) + math.inf
     failed = torch.zeros_like(radius)
     images = x.clone()
     todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
@@ -124,7 +122,7 @@ def minimal_radius(
         # An example may be found below a radius at which the attack failed.
         failed = torch.where(radius < failed, 0.0, failed)
         open_interval = radius.isfinite() & (radius - failed > TOL * radius)
-        todo = open_interval.nonzero().squeeze(1)
+        todo = positions(open_interval)
         eps = torch.where(open_interval, (radius + failed) / 2, eps)
     return MinimalRadius(radius, failed, images, radius.isfinite())
 
@@ -133,10 +131,10 @@ def _pull_back(task: Task, z: Tensor) -> tuple[Tensor, Tensor]:
     """The adversarial point nearest to the image on the segment from ``z``, by bisection, and its
     share of the way."""
     x = task.x
-    low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+    low = zeros(x)
     high, best = torch.ones_like(low), z
     with as_found(task.model, x.device), full_precision(), torch.no_grad():
-        for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
+        for _ in range(PULL_BACK_STEPS if len(x) else 0):
             share = (low + high) / 2
             point = x + per_image(share.to(x.dtype), x) * (z - x)
             success = reached(ask(task.model, point), task.y, task.target)

@@ -23,7 +23,7 @@ from wball.attacks.base import AttackBatch, State, SteppedAttack, distance_bound
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Projector, WassersteinBall
 from wball.cost import GridCost
-from wball.inputs import check_choice, check_count, check_positive, per_image
+from wball.inputs import check_choice, check_count, check_positive, per_image, zeros
 from wball.plan import Plan
 from wball.solvers.oracle import EntropicProjection
 
@@ -169,7 +169,7 @@ class PGD(SteppedAttack):
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Projected:
         x, ball = batch.x, batch.ball
-        z, distance = x, torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        z, distance = x, zeros(x)
         if batch.task.start is not None or self.random_start:
             z = ball.sample(x, generator) if batch.task.start is None else batch.task.start
             distance = distance_bound(ball, x, z)

@@ -12,8 +12,6 @@ model cannot be recorded (it reads from the device, or works on the host), the a
 by step.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Sequence

@@ -19,8 +19,6 @@ Noise must be large enough to cross the steps of a model that rounds, and small 
 to be almost linear.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -112,7 +110,7 @@ class ScoreSearch(QueryAttack):
         classes = others.topk(min(MOST_CLASSES, others.shape[1]), 1).indices
         state = _Tracked(
             x, batch.ball, x, torch.zeros_like(oracle.unit), b=zero, oracle=oracle, classes=classes,
-            jacobian=x.new_zeros(x.shape[0], classes.shape[1], x[0:1].numel()),
+            jacobian=x.new_zeros(len(x), classes.shape[1], x[0:1].numel()),
             noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes),
         )  # fmt: skip
         if self.proofs:
@@ -164,4 +162,4 @@ def _scores(model: Model, asked: Tensor, classes: Tensor) -> Tensor:
     """Scores ``(n, B, K)`` of images ``(n, B, ...)``."""
     with torch.no_grad():
         logits = torch.cat([ask(model, part) for part in asked.flatten(0, 1).split(AT_ONCE)])
-    return logits.view(*asked.shape[:2], -1).gather(2, classes.expand(asked.shape[0], -1, -1))
+    return logits.view(*asked.shape[:2], -1).gather(2, classes.expand(len(asked), -1, -1))

@@ -25,8 +25,6 @@ replaced by the scores before the softmax or argmax. The class stays the model's
 Operations are intercepted where Python calls torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress

@@ -77,6 +77,7 @@ from wball.attacks.findings import Finding, ModelWarning, merged
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.views import LOOKED_AT, View, best_view, find_signs, view_again
 from wball.ball import Ball
+from wball.inputs import positions
 from wball.model import Model, as_found, ask, full_precision
 from wball.provenance import Plain
 
@@ -286,7 +287,7 @@ class _Chain:
 
     def unclear(self) -> Tensor:
         """The images without a clear example."""
-        return (~self._clear).nonzero().squeeze(1)
+        return positions(~self._clear)
 
     def run(self, number: int, here: Tensor, attack: Attack, start: Tensor | None = None) -> None:
         """Attack some images, from points ``start`` if they are given, and merge what is found."""
@@ -323,7 +324,7 @@ class _Chain:
     def finish(self) -> AttackResult:
         """The final result, without examples that do not hold in a batch of their own."""
         assert self.best is not None
-        unclear = (self.best.success & ~self._clear).nonzero().squeeze(1)
+        unclear = positions(self.best.success & ~self._clear)
         if unclear.numel() and not self._view.random:
             judge, task, images = self._view.judge, self._task, self.best.images
             alone = [judge(task.take(one), images[one]) for one in unclear.split(1)]
@@ -340,7 +341,7 @@ def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, 
     score = cross_entropy(logits, task.y, task.target)
     loss = reported_loss(cross_entropy, score, targeted=task.target is not None)
     lost = found.success & ~view.judge(task, found.images)
-    found = without(replace(found, loss=loss), lost.nonzero().squeeze(1))
+    found = without(replace(found, loss=loss), positions(lost))
     ahead = margin(logits, task.y, task.target)
     clear = ahead > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     return found, found.success & (clear | view.random)

@@ -26,8 +26,6 @@ non-finite     logits or gradients have NaN or inf   the model overflows or divi
 =============  ====================================  ===========================================
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -214,7 +212,7 @@ def _slope(view: Model, x: Tensor, y: Tensor) -> Tensor:
 def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> Tensor:
     """How well each image's gradient predicts the effect of random changes: the cosine of predicted
     and measured changes of the objective, at the size of change that the gradient predicts best."""
-    best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
+    best = torch.zeros(len(x), dtype=x.dtype, device=x.device)
     if not bool(slope.any()):
         return best
     draws = Generator(x.device).manual_seed(0)
@@ -243,7 +241,7 @@ def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
     evaluation mode, as in attacks, and restored."""
     found: dict[str, str] = {}
     x, y = x[:SIGNS].detach(), y[:SIGNS]
-    if x.shape[0] == 0:
+    if len(x) == 0:
         return found
     if in_training(model):
         found["train-mode"] = (
@@ -267,7 +265,7 @@ def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
         found["non-finite"] = "logits or gradients have NaN or infinite values"
     zero = int((gradient.flatten(1) == 0).all(1).sum())
     if zero:
-        found["zero-gradient"] = f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
+        found["zero-gradient"] = f"the gradient is exactly zero on {zero} of {len(x)} images"
     return found
 
 

@@ -7,8 +7,6 @@ an error in this library; 130 interrupted. Errors are one line on stderr; ``WBAL
 traceback.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``wball models``, ``data`` and ``info``: what there is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``wball report``: evaluations as a page, as figures, or joined into one."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``wball train``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random changes of whole batches, on the device where they are."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -56,7 +54,7 @@ class RandomAffine:
 
     def __call__(self, x: Tensor, generator: Generator | None = None) -> Tensor:
         """Augment ``x`` (``generator``: on ``x``'s device)."""
-        draws = torch.rand(4, x.shape[0], device=x.device, generator=generator)
+        draws = torch.rand(4, len(x), device=x.device, generator=generator)
         angle, wide, high, shear = (2 * draws - 1) * self.amount
         angle, shear = angle * math.radians(10), 0.1 * shear
         # A rotation times a shear, divided by the scales: it maps each pixel of the result to its
@@ -84,7 +82,7 @@ class RandomCutout:
         """Augment ``x`` (``generator``: on ``x``'s device)."""
 
         def covered(length: int) -> Tensor:
-            centre = torch.randint(length, (x.shape[0], 1), device=x.device, generator=generator)
+            centre = torch.randint(length, (len(x), 1), device=x.device, generator=generator)
             behind = torch.arange(length, device=x.device) - centre + self.size // 2
             return (behind >= 0) & (behind < self.size)
 

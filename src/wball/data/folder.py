@@ -1,7 +1,5 @@
 """Images in one folder per class, as in ImageNet: read on demand, resized and cropped."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

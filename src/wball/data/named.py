@@ -3,8 +3,6 @@
 No pickle is read: CIFAR-10 is used in its binary version.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

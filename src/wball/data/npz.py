@@ -1,7 +1,5 @@
 """Images and labels in an ``.npz`` file, read item by item: the arrays are never in memory."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from pathlib import Path
@@ -75,7 +73,7 @@ class NpzFile(Dataset[Labelled]):
         self._last = len(self._images.shape) == 4 and channels_last(self._images.shape)
 
     def __len__(self) -> int:
-        return self._images.shape[0]
+        return len(self._images)
 
     def __getitem__(self, k: int) -> Labelled:
         image = self._images.row(k)

@@ -1,7 +1,5 @@
 """Conversion of data sets, loaders and arrays to tensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -117,7 +115,7 @@ def class_names(data: Any) -> list[str] | None:
 def from_array(array: np.ndarray[Any, Any]) -> Tensor:
     """Convert ``H x W`` or ``H x W x C`` bytes to ``C x H x W``; arrays already in that order are
     kept."""
-    first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
+    first = array.ndim == 3 and len(array) in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
     planes = array[None] if array.ndim == 2 else array if first else array.transpose(2, 0, 1)
     return torch.from_numpy(planes.copy())
 

@@ -8,8 +8,6 @@ random sample of these examples at each radius is also checked by exact transpor
 understates its distance, every plan of its batch is checked, and the evaluation is not reliable.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -39,6 +37,7 @@ from wball.evaluation.doubts import as_warnings, misclassified
 from wball.evaluation.journal import SAVE_EVERY, Journal
 from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
+from wball.inputs import positions, zeros
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar, duration, notice
@@ -280,7 +279,7 @@ class Batches:
 
     def _attack(self, attack: Attack, batch: _Batch, generator: Generator) -> None:
         """Attack the unbroken images of a batch, and record the valid examples."""
-        left = batch.state["distance"].isinf().nonzero().squeeze(1)  # without an example
+        left = positions(batch.state["distance"].isinf())  # without an example
         if left.numel() == 0:
             return
         here = left.to(batch.x.device)
@@ -323,7 +322,7 @@ class Batches:
         close = (first - second <= rounding(logits)).cpu()
         tied = valid & ~fooled & torch.where(read_as == label, close, read_as >= 0)
         batch.count("tied-answers", int(tied.sum()))
-        for k in (~good & ~tied).nonzero().squeeze(1).tolist():
+        for k in positions(~good & ~tied).tolist():
             said = "has NaN logits for" if read_as[k] < 0 else "classifies correctly"
             reason = report.reasons[k] or f"the model {said} the stored image"
             where = self.size * int(notes["batch"]) + int(index[k])
@@ -396,7 +395,7 @@ class Batches:
         x, y, state, eps = batch.x, batch.y, batch.state, self.radii[stage]
         method, right = self.settings["certify"]["method"], state["label"] == state["predicted"]
         before = self.radii[stage - 1] if stage else 0.0
-        index = (right & (state["certified"] >= before)).nonzero().squeeze(1)
+        index = positions(right & (state["certified"] >= before))
         if index.numel() == 0:
             return
         if self.minimal:
@@ -446,7 +445,7 @@ class Batches:
         findings = [Finding(code, seen[code], len(self.data)) for code in CODES if seen[code]]
         signs = [EvaluationWarning(*sign) for sign in find_signs(self.model, x, y).items()]
         doubts, remarks = as_warnings(findings, signs)
-        index = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
+        index = self._kept(positions(whole["read_as"] >= 0))
         pairs = [self.pairs(part) for part in index.split(self.size)]
         original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         return Evaluation(
@@ -535,7 +534,7 @@ class FunctionAttack(Attack):
         if not isinstance(images, Tensor) or images.shape != x.shape:
             seen = getattr(images, "shape", type(images).__name__)
             raise ValueError(f"attack must return images of shape {tuple(x.shape)}, got {seen}")
-        zero = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        zero = zeros(x)
         images = images.detach().to(x)
         success = judge(task.model, images, task.y)
         kinds = (AttackStatus.SURVIVED, AttackStatus.FOUND)

@@ -20,8 +20,6 @@ The other codes are those of the attack and of the checks of the model
 (:mod:`wball.attacks.findings`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +33,7 @@ from wball.ball import Ball
 from wball.certificates import VerificationStatus, certify, verify
 from wball.evaluation.result import Evaluation, EvaluationWarning
 from wball.evaluation.stream import Stream
+from wball.inputs import positions
 from wball.model import Model, as_found, judge
 
 HARMLESS = frozenset({"train-mode"})
@@ -93,7 +92,7 @@ def check_certificates(
         return None
     assert isinstance(model, nn.Module)
     radius, method = result.images["certified"], result.settings["certify"]["method"]
-    claimed = (radius > 0).nonzero().squeeze(1)
+    claimed = positions(radius > 0)
     generator = Generator().manual_seed(int(result.settings["seed"]))
     index = claimed[torch.randperm(len(claimed), generator=generator)[:CHECKED]].sort().values
     confirmed, unfollowed, reason, unconfirmed = 0, 0, "", list[int]()
@@ -133,7 +132,7 @@ def look_for_missed(
     top, size = float(result.settings["radii"][-1]), int(result.settings["batch_size"])
     pixels = data.first[0].numel()
     count = max(1, min(SURVIVORS, PIXELS // pixels))
-    alive = (~result.broken_at(top)).nonzero().squeeze(1)[:count]
+    alive = positions(~result.broken_at(top))[:count]
     if alive.numel() == 0:
         return []
     centres, labels = data.take(alive)

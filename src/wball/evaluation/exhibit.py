@@ -8,8 +8,6 @@ The baseline measures accuracy under changes that are not attacks: a shift by on
 random points of the ball.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

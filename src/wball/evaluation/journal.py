@@ -6,8 +6,6 @@ computed again, results are returned in their order, and the running attack goes
 step that was kept. Random states are kept as well, so nothing changes by an interruption.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import fields, replace

@@ -5,8 +5,6 @@ image depends only on the settings, the image and its batch, so joining loses no
 different settings, or with the same images, are refused.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Mapping, Sequence

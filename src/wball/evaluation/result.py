@@ -27,7 +27,7 @@ from wball.evaluation.requirements import (
     Requirements,
     confidence_interval,
 )
-from wball.inputs import as_pixels
+from wball.inputs import as_pixels, positions
 from wball.provenance import Plain
 from wball.storage.files import (
     PathLike,
@@ -376,7 +376,7 @@ class Evaluation(Summarised):
         """Images with a valid example inside their certified radius: an error in the library."""
         images = self.images
         both = (images["certified"] > 0) & (images["distance"] * (1 + 1e-9) < images["certified"])
-        return both.nonzero().squeeze(1).tolist()
+        return positions(both).tolist()
 
     @property
     def unconfirmed(self) -> list[int]:

@@ -9,8 +9,6 @@ about the clean images once more.
 The folder of an evaluation holds one run: the same call resumes it, and another one is refused.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Accuracy by class, and confusion of classes under attack."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

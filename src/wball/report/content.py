@@ -1,7 +1,5 @@
 """The content of a report, as plain data for its template."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

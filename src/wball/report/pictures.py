@@ -1,7 +1,5 @@
 """Images and perturbations as small pictures for an HTML page."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -1,7 +1,5 @@
 """A ranked table of evaluations, for the page, the terminal and spreadsheets."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ over plans that use only the moves of the ball, by the audit's solver
 (:mod:`wball.auditing.violations`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ a SHA-256 checksum over names, types, shapes, values and notes. A sealed JSON fi
 of its own content. A file whose checksum is missing or wrong raises :class:`DamagedFile`.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Names that users choose, made safe for file names and terminals."""
 
-from __future__ import annotations
-
 import unicodedata
 
 

@@ -4,8 +4,6 @@ A schema is a type, a set of values, a dictionary of schemas, a list with the sc
 a tuple with one schema for each item of a list, :class:`Maybe`, or a function that accepts a value.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

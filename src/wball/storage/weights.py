@@ -5,8 +5,6 @@ The state dict may be under ``net``, ``model``, ``state_dict`` or ``model_state_
 and its names may have, or lack, prefixes such as ``module.`` of a wrapper.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

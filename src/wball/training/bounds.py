@@ -1,7 +1,5 @@
 """Linear maxima over a Wasserstein ball, differentiable: the penalty of first-order robustness."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

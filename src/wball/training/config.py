@@ -1,7 +1,5 @@
 """Settings of a training run. All are frozen."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -2,8 +2,6 @@
 labels of a teacher, and the loss as one module, so that data parallelism wraps it), and what is
 measured: accuracy on a test set, counted by all processes together."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

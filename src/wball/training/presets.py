@@ -4,8 +4,6 @@
 a setting by its path, such as ``adversary.attack.steps``.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 

@@ -14,8 +14,6 @@ seeds in every process, and on GPUs batch normalisation uses the global batch
 to rounding, attacks with random starts, and layers such as dropout).
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -135,7 +133,7 @@ class World:
 
     def shard(self, values: Tensor) -> Tensor:
         """This process's equal part of a global batch."""
-        part = values.shape[0] // self.size
+        part = len(values) // self.size
         return values[self.rank * part : (self.rank + 1) * part]
 
     def strided(self, values: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """What happens to a batch: augmentation, noise or the adversary, and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

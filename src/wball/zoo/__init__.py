@@ -6,8 +6,6 @@ and ``NAME.json``, its card, with the architecture, the clean accuracy and how i
 are small, so that everything can be tried without a download.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import resources

@@ -4,8 +4,6 @@ They map images in [0, 1] to logits. Normalisation and thresholds are part of th
 radius means the same for every model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

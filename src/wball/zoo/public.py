@@ -7,8 +7,6 @@ in a folder: ``root``, or the one that the environment variable ``WBALL_MODELS``
 user's cache. A folder that has the files serves without a network.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

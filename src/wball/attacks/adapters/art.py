@@ -9,8 +9,6 @@ with class gradients (TensorFlow, scikit-learn, ...) is differentiated by its ow
 ``class_gradient``, at the price of one gradient per class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

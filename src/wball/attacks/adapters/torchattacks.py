@@ -1,8 +1,6 @@
 """``atk = TorchAttack(model, attack); adversarial = atk(images, labels)``: the call that
 torchattacks made common."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from wball.attacks.attack import Attack, AttackResult, attack_labels, check_attack

@@ -1,7 +1,5 @@
 """Operators that work on each number by itself, and reductions over axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 

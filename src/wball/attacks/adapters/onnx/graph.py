@@ -1,7 +1,5 @@
 """A graph of an ONNX file as a module: PyTorch functions run its nodes one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import onnx

@@ -1,7 +1,5 @@
 """Layers of networks: convolutions, pooling, normalisation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators that rearrange numbers, pick some of them, or make new tensors out of shapes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ Defaults come from the ONNX project's own definitions. The keyword ``count`` is 
 the number of outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
