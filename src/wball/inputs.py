@@ -38,7 +38,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
                 f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}"
             )
         eps = eps.detach().double()
-        if bool((~(eps >= 0) | eps.isinf()).any()):
+        if (~(eps >= 0) | eps.isinf()).any():
             raise ValueError(
                 f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
             )

@@ -310,7 +310,7 @@ def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> T
     except Exception:  # noqa: BLE001 - float32 constants, or a function without float64
         _lent.before(_copied(model))[:] = [None]
         return success
-    if bool(holds.all()):
+    if holds.all():
         return success
     with full_precision():
         again = ask(model, z)

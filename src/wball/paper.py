@@ -120,7 +120,7 @@ def _ascend(
         done = (value - now.value).abs() < tol * (1 + value.abs())
         new = SinkhornResult(x, alpha, beta, psi, value, now.n_iter + 1, done)
         now = new.where(~now.converged, now)
-        if bool(now.converged.all()):
+        if now.converged.all():
             break
     return now, LogProducts(moves, now.psi, x)
 

@@ -242,13 +242,9 @@ class Attack(ABC):
         self, task: Task, generator: Generator, progress: StepCount | None = None
     ) -> AttackResult:
         """:meth:`attack_batch`, or what it returned before an interruption."""
-        run, journal = self.attack_batch, JOURNAL.get()
-        found: AttackResult = (
-            run(task, generator, progress)
-            if journal is None
-            else journal(self, task, generator, progress)
-        )
-        return found
+        if (journal := JOURNAL.get()) is None:
+            return self.attack_batch(task, generator, progress)
+        return journal(self, task, generator, progress)
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Hook: called once with the unchanged model before the attack."""

@@ -49,7 +49,7 @@ class MinimalRadius(Summarised):
 
     def headline(self) -> dict[str, str]:
         shown = {"images": str(len(self.radius)), "broken": str(int(self.success.sum()))}
-        if bool(self.success.any()):
+        if self.success.any():
             shown["median radius"] = f"{float(self.radius[self.success].median()):.4g}"
         return shown
 
@@ -105,7 +105,7 @@ def minimal_radius(
         success = result.success & (
             result.radius <= eps[todo]
         )  # an attack's radius may grow by itself
-        if bool(result.distance[success].isnan().any()):
+        if result.distance[success].isnan().any():
             raise ValueError(
                 "attack must prove distances, but they are NaN: PGD in mode 'paper' leaves every ball; use mode 'exact'"
             )

@@ -110,8 +110,7 @@ class Member:
     @property
     def rank(self) -> int:
         """Rank of the wrong class that the member aims at; 0 for any class."""
-        rank: int = getattr(find_objective(self.objective), "rank", 0)
-        return rank
+        return getattr(find_objective(self.objective), "rank", 0)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value)
@@ -318,7 +317,7 @@ class _Chain:
         here = self.unclear()
         first = here if hidden else here[:SEARCHED]
         self.run(number, first, search)
-        if bool((self.member[first] == number).any()):
+        if (self.member[first] == number).any():
             self.run(number, here[len(first) :], search)
 
     def finish(self) -> AttackResult:

@@ -179,7 +179,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
         other_slope = _slope(other, points, y)
         if open_model.replaces_scores or not torch.equal(slope, other_slope):
             worth = WORTH_IF_CLEAR if float(cosine.mean()) >= least else WORTH
-            if open_model.replaces_scores and not (probabilities and bool((outputs > 0).all())):
+            if open_model.replaces_scores and not (probabilities and (outputs > 0).all()):
                 # Saturated outputs are flat or rounded to 0 and 1; the scores before them are not.
                 worth = -WORTH
             better = foresight(other, points, y, other_slope, ball)
@@ -213,7 +213,7 @@ def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> T
     """How well each image's gradient predicts the effect of random changes: the cosine of predicted
     and measured changes of the objective, at the size of change that the gradient predicts best."""
     best = torch.zeros(len(x), dtype=x.dtype, device=x.device)
-    if not bool(slope.any()):
+    if not slope.any():
         return best
     draws = Generator(x.device).manual_seed(0)
     shrink = min(1.0, (SHAKEN_PIXELS / x[0].numel()) ** 0.5)
@@ -255,13 +255,13 @@ def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:
         logits = logits.detach()
         with torch.no_grad():
             again = ask(model, x)
-    if bool(answers_differ(logits, again).any()):
+    if answers_differ(logits, again).any():
         found["random-model"] = "two evaluations of the same images differ"
     if are_probabilities(logits):
         found["probabilities"] = (
             "the outputs look like probabilities; return logits, softmax hides gradients"
         )
-    if not bool(logits.isfinite().all()) or not bool(gradient.isfinite().all()):
+    if not logits.isfinite().all() or not gradient.isfinite().all():
         found["non-finite"] = "logits or gradients have NaN or infinite values"
     zero = int((gradient.flatten(1) == 0).all(1).sum())
     if zero:

@@ -260,8 +260,7 @@ def attack(name: str, threat: WassersteinBall) -> Attack:
     }
     if name not in makers:
         raise typer.BadParameter(f"--attack {name}: expected one of {', '.join(ATTACKS)}")
-    made: Attack = makers[name](threat)
-    return made
+    return makers[name](threat)
 
 
 def setting(assignment: str) -> tuple[str, Any]:

@@ -363,7 +363,7 @@ class Batches:
         if claims.proof is not None:
             promised = ball.violations(centres, images, claims.proof)
             planned, allowed = promised.within(ball.eps), promised.allowed(promised.distance)
-            if bool((planned & report.exact & ~(report.distance <= allowed)).any()):
+            if (planned & report.exact & ~(report.distance <= allowed)).any():
                 report = audit(ball, centres, images, workers=workers)
                 wrong = (planned & ~(report.distance <= allowed)).cpu()
                 batch.notes["disagreements"] += (self.size * number + claims.index[wrong]).tolist()

@@ -151,7 +151,7 @@ def look_for_missed(
         "the attack is too weak for this model: use the standard attack, more steps, or a "
         "differentiable approximation of the model",
     )
-    return [warning] if bool(fooled.any()) else []
+    return [warning] if fooled.any() else []
 
 
 def misclassified(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:

@@ -54,10 +54,7 @@ def model_card(name: str) -> Plain:
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
             f"{', '.join(public_models())}"
         )
-    card: Plain = json.loads(
-        (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8")
-    )
-    return card
+    return json.loads((resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def load_model(

@@ -37,9 +37,7 @@ class Normalized(nn.Module):
             raise ValueError(
                 f"mean has {len(centre)} channels and std has {len(scale)}; give one of each per channel"
             )
-        if not bool((scale > 0).all()) or not bool(
-            torch.isfinite(torch.cat([centre, scale])).all()
-        ):
+        if not (scale > 0).all() or not torch.isfinite(torch.cat([centre, scale])).all():
             raise ValueError(
                 f"mean must be finite and std > 0 in every channel, got {mean} and {std}"
             )

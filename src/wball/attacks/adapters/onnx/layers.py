@@ -151,7 +151,7 @@ def _batch_norm(
 
 @operator("Dropout")
 def _dropout(x: Tensor, ratio: Given = None, training: Given = None) -> Tensor:
-    if training is not None and bool(training):
+    if training is not None and training:
         raise ValueError("Dropout is in training mode: export the model in evaluation mode")
     return x
 
