@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -19,6 +20,14 @@ from wball.storage.names import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+ATTRIBUTE = r"^    (\w+)(?: \((.*?)\))?: (.*(?:\n        .*)*)"
+"""A line of the docs of a dataclass: name, metavar and help of an option."""
+FLAGS = {"as_json": "json", "change": "set", "kind": "format", "check": "verify"}
+"""Options with another name than their field."""
+SHORT = {"eps": "e", "attack": "a", "out": "o", "data": "d", "limit": "n", "model": "m"}
+VARIABLES = {"data_dir": "WBALL_DATA"}
+"""Environment variables."""
 
 app = typer.Typer(
     name="wball",
@@ -53,6 +62,22 @@ def _all(
         logging.getLogger("wball").setLevel(logging.INFO)
 
 
+def _options(kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, default and type of the options that the fields of a dataclass are."""
+    told: dict[str, tuple[str, str]] = {}
+    for base in reversed(kind.__mro__):
+        found = re.findall(ATTRIBUTE, cleandoc(base.__doc__ or ""), re.MULTILINE)
+        told |= {name: (metavar, " ".join(text.split())) for name, metavar, text in found}
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        flags = [f"--{FLAGS.get(f.name, f.name).replace('_', '-')}"]
+        flags += [f"-{SHORT[f.name]}"] if f.name in SHORT else []
+        metavar, text = told[f.name]
+        variable = VARIABLES.get(f.name)
+        option = Option(*flags, metavar=metavar or None, help=text, envvar=variable)
+        yield f.name, f.default, Annotated[hints[f.name], option]
+
+
 def command(function: Callable[..., int | tuple[int, Any]]) -> Callable[..., int]:
     """Register a command, which returns its exit code, and what ``--json`` prints. The fields of a
     dataclass parameter become options."""
@@ -63,8 +88,7 @@ def command(function: Callable[..., int | tuple[int, Any]]) -> Callable[..., int
         found = [(given.name, given.default, kind)]
         if is_dataclass(kind):
             groups[given.name] = kind
-            options = get_type_hints(kind, include_extras=True)
-            found = [(f.name, f.default, options[f.name]) for f in fields(kind)]
+            found = list(_options(kind))
         for name, default, option in found:
             parameters[name] = Parameter(
                 name, Parameter.KEYWORD_ONLY, default=default, annotation=option

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
 from wball.cli import choices, options
 from wball.cli.app import command, open_console, say
@@ -18,40 +18,38 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
+@dataclass(frozen=True)
+class Certification(options.Threat):
+    """Options for what is certified, and how.
+
+    Attributes:
+        eps (X,...): radii, such as 0.05,0.1,0.2
+        method (NAME): interval, dual, crown, anchored, alpha-crown or complete, or several of them,
+            separated by commas
+        time_limit (SECONDS): time limit per image
+        check: confirm certificates with the independent checker
+        out (FILE): write the result as .json
+        save_program (FILE): write the exported program that the certificates are about as .pt2
+        as_json: print the result as JSON and nothing else
+    """
+
+    eps: str = "0.005,0.01,0.02"
+    method: str = "anchored"
+    time_limit: float = 60.0
+    check: bool = False
+    out: Path | None = None
+    save_program: Path | None = None
+    as_json: bool = False
+
+
 @command
 def certify(
     *,
     models: options.Models,
-    eps: options.Eps = "0.005,0.01,0.02",
-    method: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="interval, dual, crown, anchored, alpha-crown or complete, or several of them, "
-            "separated by commas",
-        ),
-    ] = "anchored",
-    time_limit: Annotated[float, Option(metavar="SECONDS", help="time limit per image")] = 60.0,
-    check: Annotated[
-        bool, Option("--verify", help="confirm certificates with the independent checker")
-    ] = False,
-    save_program: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="write the exported program that the certificates are about as .pt2",
-        ),
-    ] = None,
-    window: options.Window = 5,
-    channel_cost: options.ChannelCost = None,
+    how: Certification,
     pictures: options.DataChoice,
     files: options.ModelFiles,
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="write the result as .json")
-    ] = None,
-    as_json: options.AsJson = False,
+    machine: options.Machine,
 ) -> tuple[int, Any]:
     """Certify that no image in the ball changes the prediction, for any transport plan.
 
@@ -67,22 +65,23 @@ def certify(
     from wball.certificates import verify
     from wball.storage.files import write_json
 
+    out, save_program, time_limit = how.out, how.save_program, how.time_limit
     if out is not None and out.suffix != ".json":
         raise typer.BadParameter(f"--out {out}: the file must end in .json")
     if save_program is not None and (save_program.suffix != ".pt2" or len(models) > 1):
         raise typer.BadParameter(
             f"--save-program {save_program}: the file must end in .pt2 and is for one model"
         )
-    console, radii = open_console(as_json), choices.radii(eps or "")
-    threat, where = choices.ball(radii[-1], window, channel_cost), choices.device(device)
-    loaded = zip(models, load_models(models, files, where, seed), strict=True)
+    console, radii = open_console(how.as_json), choices.radii(how.eps)
+    threat, where = choices.ball(radii[-1], how), choices.device(machine.device)
+    loaded = zip(models, load_models(models, files, where, machine.seed), strict=True)
     made = [(_program(spec, files, where) or net, name) for spec, (net, name) in loaded]
-    images = choices.load_images(pictures, where, seed, default_limit=10)
+    images = choices.load_images(pictures, where, machine.seed, default_limit=10)
     contents = []
-    for (net, name), way in itertools.product(made, method.split(",")):
+    for (net, name), way in itertools.product(made, how.method.split(",")):
         heading = f"{way} on {name}, {len(images.x)} images of {images.name}"
         columns = {"certified": "certified accuracy"} | (
-            {"confirmed": "confirmed"} if check else {}
+            {"confirmed": "confirmed"} if how.check else {}
         )
         table = Table(title=escape(heading), title_justify="left")
         for column in (f"eps ({threat.unit})", *columns.values()):
@@ -95,7 +94,7 @@ def certify(
             row["images"] = proof.certified.tolist()
             for column in ("margin", "status"):
                 row[column] = [image[column] for image in proof.to_dict()["images"]]
-            if check:
+            if how.check:
                 checking = time_limit * max(1, int(proof.certified.sum()))
                 found = verify(*given, proof, time_limit=checking)  # type: ignore[arg-type]
                 row["confirmed"] = float(found.confirmed.double().mean())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from wball.cli.models import called, find, said, seed_all
-from wball.cli.options import ATTACKS, DataChoice
+from wball.cli.options import ATTACKS, DataChoice, Threat
 from wball.storage.names import printable
 
 if TYPE_CHECKING:
@@ -239,12 +239,12 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     return sorted({float(f"{value:.1g}") for value in spaced})
 
 
-def ball(eps: float, window: int, channel_cost: float | None) -> WassersteinBall:
+def ball(eps: float, how: Threat) -> WassersteinBall:
     """The threat model: moves within a window cost their length."""
     from wball.ball import WassersteinBall
     from wball.cost import GridCost
 
-    return WassersteinBall(eps, GridCost(window, channel_cost=channel_cost))
+    return WassersteinBall(eps, GridCost(how.window, channel_cost=how.channel_cost))
 
 
 def attack(name: str, threat: WassersteinBall) -> Attack:

@@ -7,10 +7,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
 from wball.cli import choices, options
 from wball.cli.app import command, open_console, say
@@ -27,58 +26,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Results:
-    """Options for the results."""
+    """Options for the results.
 
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="DIR", help="folder for results (default: out/MODEL)"),
-    ] = None
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="discard earlier results in the folder")
-    ] = False
-    as_json: options.AsJson = False
+    Attributes:
+        out (DIR): folder for results (default: out/MODEL)
+        overwrite: discard earlier results in the folder
+        as_json: print the result as JSON and nothing else
+    """
 
-
-@dataclass(frozen=True)
-class Question:
-    """Options for what is asked: radii, attack, requirements, certificate."""
-
-    eps: options.Eps = None
-    attack: Annotated[
-        str, Option("--attack", "-a", metavar="NAME", help=", ".join(options.ATTACKS))
-    ] = "standard"
-    require: Annotated[
-        list[str] | None,
-        Option(
-            metavar="EPS:...",
-            help="exit with code 7 unless robust accuracy at EPS is high enough: 0.1:0.8 for 80 %, "
-            "certified:0.05:0.6, or 0.1:out/baseline for not worse than that evaluation; repeatable",
-        ),
-    ] = None
-    certify: Annotated[
-        bool, Option("--certify", help="also compute certified accuracy (slow on a CPU)")
-    ] = False
-    target: Annotated[
-        int | None,
-        Option(
-            metavar="CLASS",
-            help="targeted attack: images are broken if predicted as this class number",
-        ),
-    ] = None
-    window: options.Window = 5
-    channel_cost: options.ChannelCost = None
+    out: Path | None = None
+    overwrite: bool = False
+    as_json: bool = False
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Options for the computation, which hardly change results."""
+class Question(options.Threat):
+    """Options for what is asked: radii, attack, requirements, certificate.
 
-    device: options.Device = "auto"
-    batch_size: Annotated[
-        int | None,
-        Option(metavar="N", help="images at a time (default: by the model)"),
-    ] = None
-    seed: options.Seed = 0
+    Attributes:
+        eps (X,...): radii, such as 0.05,0.1,0.2
+        attack (NAME): standard, fast, dual-averaging, pgd, frank-wolfe
+        require (EPS:...): exit with code 7 unless robust accuracy at EPS is high enough: 0.1:0.8
+            for 80 %, certified:0.05:0.6, or 0.1:out/baseline for not worse than that evaluation;
+            repeatable
+        certify: also compute certified accuracy (slow on a CPU)
+        target (CLASS): targeted attack: images are broken if predicted as this class number
+    """
+
+    eps: str | None = None
+    attack: str = "standard"
+    require: list[str] | None = None
+    certify: bool = False
+    target: int | None = None
+
+
+@dataclass(frozen=True)
+class Computation(options.Machine):
+    """Options for the computation, which hardly change results.
+
+    Attributes:
+        batch_size (N): images at a time (default: by the model)
+    """
+
+    batch_size: int | None = None
 
 
 @command
@@ -88,7 +78,7 @@ def evaluate(
     how: Question,
     pictures: options.DataChoice,
     files: options.ModelFiles,
-    machine: Machine,
+    machine: Computation,
     results: Results,
 ) -> tuple[int, Any]:
     """Measure robust accuracy, audit every adversarial example, and write a report.
@@ -122,7 +112,7 @@ def evaluate(
     start, console = time.perf_counter(), open_console(results.as_json)
     wanted = _requirements(how)
     given = choices.radii(how.eps) if how.eps is not None else None
-    threat = choices.ball(given[-1] if given else 1.0, how.window, how.channel_cost)
+    threat = choices.ball(given[-1] if given else 1.0, how)
     searched, where = choices.attack(how.attack, threat), choices.device(machine.device)
     made = load_models(models, files, where, machine.seed)
     images = choices.load_images(pictures, where, machine.seed, streamed=True)

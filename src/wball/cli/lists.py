@@ -1,6 +1,5 @@
 """``wball models``, ``data`` and ``info``: what there is."""
 
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
@@ -52,8 +51,7 @@ def models(
 
 @command
 def data(
-    name: Annotated[str | None, Argument(hidden=True)] = None,
-    data_dir: options.DataDir = Path("data"),
+    where: options.Downloads, name: Annotated[str | None, Argument(hidden=True)] = None
 ) -> int:
     """Download mnist, fashion-mnist or cifar10; without a name, list the data sets."""
     from rich.table import Table
@@ -82,7 +80,7 @@ def data(
             if total is not None:
                 shown.total(total / 1e6)
 
-        folder = download(info.name, data_dir, progress=show)
+        folder = download(info.name, where.data_dir, progress=show)
     say(console, f"{info.title} is in {folder}")
     return 0
 

@@ -2,38 +2,36 @@
 
 import itertools
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from wball.cli.app import command, open_console, say
 
 
+@dataclass(frozen=True)
+class Output:
+    """Options for what is written.
+
+    Attributes:
+        out (PATH): file to write (.html or .tex), or folder for the joined evaluation
+        merge: join evaluations of parts of a data set into one
+        figures (DIR): draw figures for papers (a report only with --out)
+        kind (NAME): file format of the figures: pdf, png or svg
+    """
+
+    out: Path | None = None
+    merge: bool = False
+    figures: Path | None = None
+    kind: str = "pdf"
+
+
 @command
 def report(
-    folders: Annotated[list[Path], Argument(metavar="FOLDER", hidden=True)],
-    out: Annotated[
-        Path | None,
-        Option(
-            "--out",
-            "-o",
-            metavar="PATH",
-            help="file to write (.html or .tex), or folder for the joined evaluation",
-        ),
-    ] = None,
-    merge: Annotated[
-        bool, Option("--merge", help="join evaluations of parts of a data set into one")
-    ] = False,
-    figures: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="draw figures for papers (a report only with --out)"),
-    ] = None,
-    kind: Annotated[
-        str,
-        Option("--format", metavar="NAME", help="file format of the figures: pdf, png or svg"),
-    ] = "pdf",
+    folders: Annotated[list[Path], Argument(metavar="FOLDER", hidden=True)], how: Output
 ) -> int:
     """Write a report that ranks evaluations: the folders written by `wball evaluate`.
 
@@ -49,8 +47,8 @@ def report(
     from wball.evaluation import exit_code, load_evaluation, merge_evaluations
     from wball.report import write_csv, write_report
 
-    console, code, written = open_console(), 0, list[Path]()
-    if merge:
+    console, code, written, out = open_console(), 0, list[Path](), how.out
+    if how.merge:
         folder = out or Path("out/merged")
         if (folder / "results.json").exists():
             raise typer.BadParameter(f"{folder} contains results: choose another folder (--out)")
@@ -62,14 +60,14 @@ def report(
         out, code = folder / "report.html", exit_code(results, [])
     else:
         results = [load_evaluation(folder) for folder in folders]
-    if out is not None or figures is None:
+    if out is not None or how.figures is None:
         written.append(write_report(results, out or Path("report.html")))
     for one, other in itertools.pairwise(results):
         with suppress(ValueError):  # other images or radii
             say(console, one.compare(other, one.radii[len(one.radii) // 2]))
-    if figures is not None:
+    if how.figures is not None:
         from wball.report.figures import save_figures
 
-        written += save_figures(results, figures, kind)
+        written += save_figures(results, how.figures, how.kind)
     say(console, f"written: {', '.join(map(str, written))}")
     return code

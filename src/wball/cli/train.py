@@ -1,12 +1,11 @@
 """``wball train``."""
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from wball.cli import choices, options
 from wball.cli.app import command
@@ -14,66 +13,54 @@ from wball.cli.models import load_one, own_network
 from wball.storage.names import printable
 
 
+@dataclass(frozen=True)
+class Own:
+    """Options for networks and data of one's own.
+
+    Attributes:
+        model (MODEL): your own network: mine.py or mine.py:function
+        data (NAME): your own training images: a folder of class folders, an .npz file, or
+            mine.py:function
+        test_data (NAME): your own test images, as in --data
+        init (FILE): weights to fine-tune
+        teacher (MODEL): model for soft labels (with --set loss.teacher=0.5), as in `wball evaluate`
+    """
+
+    model: str | None = None
+    data: str | None = None
+    test_data: str | None = None
+    init: Path | None = None
+    teacher: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options for the run.
+
+    Attributes:
+        epochs (N): number of epochs
+        batch_size (N): images per step
+        time_limit (SECONDS): limit the training time; schedules are shortened
+        change (PATH=VALUE): change a setting, such as adversary.attack.steps=10; repeatable
+        name (NAME): name of the trained model
+        out (DIR): folder for weights, card and metrics
+    """
+
+    epochs: int | None = None
+    batch_size: int | None = None
+    time_limit: float | None = None
+    change: list[str] | None = None
+    name: str | None = None
+    out: Path = Path("out/train")
+
+
 @command
 def train(
     preset: Annotated[str, Argument(metavar="PRESET", hidden=True)],
-    model: Annotated[
-        str | None,
-        Option(
-            "--model", "-m", metavar="MODEL", help="your own network: mine.py or mine.py:function"
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        Option(
-            "--data",
-            "-d",
-            metavar="NAME",
-            help="your own training images: a folder of class folders, an .npz file, or "
-            "mine.py:function",
-        ),
-    ] = None,
-    test_data: Annotated[
-        str | None,
-        Option(metavar="NAME", help="your own test images, as in --data"),
-    ] = None,
-    resize: options.Resize = None,
-    crop: options.Crop = None,
-    grey: options.Grey = False,
-    data_dir: options.DataDir = Path("data"),
-    limit: options.Limit = None,
-    epochs: Annotated[int | None, Option(metavar="N", help="number of epochs")] = None,
-    batch_size: Annotated[int | None, Option(metavar="N", help="images per step")] = None,
-    time_limit: Annotated[
-        float | None,
-        Option(
-            metavar="SECONDS",
-            help="limit the training time; schedules are shortened",
-        ),
-    ] = None,
-    init: Annotated[Path | None, Option(metavar="FILE", help="weights to fine-tune")] = None,
-    teacher: Annotated[
-        str | None,
-        Option(
-            metavar="MODEL",
-            help="model for soft labels (with --set loss.teacher=0.5), as in `wball evaluate`",
-        ),
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="PATH=VALUE",
-            help="change a setting, such as adversary.attack.steps=10; repeatable",
-        ),
-    ] = None,
-    name: Annotated[str | None, Option(metavar="NAME", help="name of the trained model")] = None,
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
-    out: Annotated[
-        Path,
-        Option("--out", "-o", metavar="DIR", help="folder for weights, card and metrics"),
-    ] = Path("out/train"),
+    own: Own,
+    reading: options.Reading,
+    how: Run,
+    machine: options.Machine,
 ) -> int:
     """Train a model with a preset: standard, adversarial or certified training.
 
@@ -94,43 +81,41 @@ def train(
     from wball.training.presets import override
     from wball.training.state import current, launched
 
-    if test_data is not None and data is None:
+    if own.test_data is not None and own.data is None:
         raise typer.BadParameter(
             "--test-data goes with --data: a preset's data set brings its own test images"
         )
-    config = find(preset, seed=seed)
-    config = config if data is None else replace(config, dataset=OWN)
-    network = None if model is None else own_network("--model", model, seed)
-    config = config if model is None else replace(config, architecture=OWN)
-    guide = None if teacher is None else load_one(teacher, seed)[0]
-    given = [choices.setting(c) for c in change or []]
-    options_given = (("epochs", epochs), ("batch_size", batch_size), ("name", name))
-    given += [(path, value) for path, value in options_given if value is not None]
+    config, seed, out = find(preset, seed=machine.seed), machine.seed, how.out
+    config = config if own.data is None else replace(config, dataset=OWN)
+    network = None if own.model is None else own_network("--model", own.model, seed)
+    config = config if own.model is None else replace(config, architecture=OWN)
+    guide = None if own.teacher is None else load_one(own.teacher, seed)[0]
+    given = [choices.setting(c) for c in how.change or []]
+    settings = {name: getattr(how, name) for name in ("epochs", "batch_size", "name")}
+    given += [(path, value) for path, value in settings.items() if value is not None]
     for path, value in given:
         config = override(config, path, value)
-    with launched(str(choices.device(device).type)) as here:
+    with launched(str(choices.device(machine.device).type)) as here:
         tests: Any = None
-        if data is None:
-            x, y = load_dataset(config.dataset, data_dir, "train", device=here)
-            tests = load_dataset(config.dataset, data_dir, "test", device=here)
-            if limit is not None:
-                some = choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+        if own.data is None:
+            x, y = load_dataset(config.dataset, reading.data_dir, "train", device=here)
+            tests = load_dataset(config.dataset, reading.data_dir, "test", device=here)
+            if reading.limit is not None:
+                some = choices.stratified_sample(y, min(reading.limit, len(y)), seed).to(y.device)
                 x, y = x[some], y[some]
         else:
-            read = partial(
-                options.DataChoice, data_dir=data_dir, resize=resize, crop=crop, grey=grey
-            )
-            request = replace(read(data), limit=limit)
+            request = options.DataChoice(**vars(reading), data=own.data)
             images = choices.load_images(request, here, seed, split="train", streamed=True)
             x, y = images.x, images.y
-            if test_data is not None:
-                measured = choices.load_images(read(test_data), here, seed)
+            if own.test_data is not None:
+                request = replace(request, data=own.test_data, limit=None)
+                measured = choices.load_images(request, here, seed)
                 _same_classes(images, measured)
                 tests = measured.x, measured.y
 
         run(
-            config, (x, y), tests, model=network, init=init, teacher=guide, out=out, device=here,
-            time_limit=time_limit, on_epoch=_print_epoch,
+            config, (x, y), tests, model=network, init=own.init, teacher=guide, out=out, device=here,
+            time_limit=how.time_limit, on_epoch=_print_epoch,
         )  # fmt: skip
         if current().main:
             print(printable(f"written: {out / config.name}.safetensors"), flush=True)
