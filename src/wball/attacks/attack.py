@@ -164,13 +164,6 @@ class AttackResult(Summarised):
     queries: Tensor | None = None
     findings: tuple[Finding, ...] = ()
 
-    def take(self, index: Tensor) -> AttackResult:
-        """The result of a subset of the images, without plans."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        parts: Plain = {n: t[index] for n, t in tensors.items() if isinstance(t, Tensor)}
-        status = tuple(self.status[i] for i in index.tolist())
-        return replace(self, status=status, proof=None, **parts)
-
     @property
     def reliable(self) -> bool:
         """Whether no finding suggests that the robust accuracy is too high."""

@@ -686,12 +686,3 @@ def spread_eps(ball: Ball, like: Tensor) -> Tensor:
 def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
     """Clip images to the box, if there is one."""
     return images if box is None else images.clamp(*box)
-
-
-def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Tensor:
-    """An upper bound of the distance from ``x`` to ``z``, in the unit of ``eps``: the cost of the
-    proving plan, or the exact distance without one."""
-    problem = None if plan is None else ball.problem(x)
-    if plan is None or problem is None:
-        return ball.distance(x, z).double()
-    return plan.net_cost().double() / problem.unit

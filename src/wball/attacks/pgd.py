@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wball.attacks.base import AttackBatch, State, SteppedAttack, distance_bound, into_box
+from wball.attacks.base import AttackBatch, State, SteppedAttack, into_box
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Projector, WassersteinBall
 from wball.cost import GridCost
@@ -172,7 +172,7 @@ class PGD(SteppedAttack):
         z, distance = x, zeros(x)
         if batch.task.start is not None or self.random_start:
             z = ball.sample(x, generator) if batch.task.start is None else batch.task.start
-            distance = distance_bound(ball, x, z)
+            distance = ball.distance(x, z).double()
         options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         projector = ball.projector(x, self.reg, **options)
         proof: Plan | None = None

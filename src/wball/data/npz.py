@@ -73,7 +73,7 @@ class NpzFile(Dataset[Labelled]):
         self._last = len(self._images.shape) == 4 and channels_last(self._images.shape)
 
     def __len__(self) -> int:
-        return len(self._images)
+        return self._images.shape[0]
 
     def __getitem__(self, k: int) -> Labelled:
         image = self._images.row(k)

@@ -111,6 +111,10 @@ class Batches:
     log: Log
 
     @property
+    def name(self) -> str:
+        return str(self.settings["model"]["name"])
+
+    @property
     def size(self) -> int:
         return int(self.settings["batch_size"])
 
@@ -133,9 +137,7 @@ class Batches:
 
     def run(self, rank: int, world: int, progress: bool | None) -> None:
         """Compute every ``world``-th batch, starting at ``rank``."""
-        name = str(self.settings["model"]["name"])
-        show = progress if rank == 0 else False
-        with bar(name, show=show, parts=True) as shown:
+        with bar(self.name, show=progress if rank == 0 else False, parts=True) as shown:
             mine = range(rank, self.count, world)
             images = sum(len(range(len(self.data))[self._part(batch)]) for batch in mine)
             shown.total(images * len(self.radii))
@@ -165,7 +167,7 @@ class Batches:
         if version == "standard":
             fast = StandardAttack(self.ball, version="fast").n_gradients
             said += f" (the fast attack: about {duration(SURVIVING * runs * fast)})"
-        notice(f"{self.settings['model']['name']}: {said}", always=True)
+        notice(f"{self.name}: {said}", always=True)
 
     def _part(self, batch: int) -> slice:
         return slice(batch * self.size, (batch + 1) * self.size)
@@ -177,7 +179,7 @@ class Batches:
         attack: Attack | None = None
         for stage in range(batch.notes["done"], len(self.radii)):
             begun, eps = time.perf_counter(), self.radii[stage]
-            shown.stage(len(batch.x), f"{self.settings['model']['name']}, eps {eps:g}")
+            shown.stage(len(batch.x), f"{self.name}, eps {eps:g}")
             last = stage == len(self.radii) - 1
             once = self.minimal or isinstance(self.attack, FunctionAttack)
             if not batch.notes["attacked"] and (last or not once):

@@ -545,6 +545,9 @@ class Evaluation(Summarised):
         return ", ".join(sorted({doubt.code for doubt in self.doubts}))
 
 
+Evaluations = Sequence[Evaluation]
+
+
 def _data_frame(content: Any) -> Any:
     try:
         from pandas import DataFrame
@@ -589,7 +592,7 @@ def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
     ]
 
 
-def exit_code(evaluations: Sequence[Evaluation], requirements: Requirements = ()) -> int:
+def exit_code(evaluations: Evaluations, requirements: Requirements = ()) -> int:
     """0; 3 if a claim did not hold; 6 if there are doubts; 7 if a requirement is not met."""
     if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
         return EXIT_CLAIMS

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from wball.evaluation.result import Evaluation
+from wball.evaluation.result import Evaluation, Evaluations
 from wball.storage.files import PathLike
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_report(
-    evaluations: Evaluation | Sequence[Evaluation],
+    evaluations: Evaluation | Evaluations,
     path: PathLike,
     *,
     requirements: Requirements = (),
@@ -66,7 +65,7 @@ def write_report(
     return path
 
 
-def write_csv(evaluations: Sequence[Evaluation], path: PathLike) -> Path:
+def write_csv(evaluations: Evaluations, path: PathLike) -> Path:
     """Write accuracies for spreadsheets, one line per model and radius, and return the path.
 
     ``images.csv`` beside it has one line per model and image, with the image's source.
@@ -81,7 +80,7 @@ def write_csv(evaluations: Sequence[Evaluation], path: PathLike) -> Path:
 
 
 def write_junit(
-    evaluations: Sequence[Evaluation],
+    evaluations: Evaluations,
     path: PathLike,
     requirements: Requirements = (),
 ) -> Path:

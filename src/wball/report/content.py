@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from wball.evaluation.requirements import Comparison, Requirement, Requirements
-from wball.evaluation.result import Evaluation
+from wball.evaluation.result import Evaluation, Evaluations
 from wball.provenance import Plain
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
@@ -21,7 +21,7 @@ IMAGES = 200
 TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 
-def make_content(evaluations: Sequence[Evaluation], requirements: Requirements = ()) -> Plain:
+def make_content(evaluations: Evaluations, requirements: Requirements = ()) -> Plain:
     """The variables of ``template.html``; ``data`` is passed to the script of the page.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.
@@ -77,7 +77,7 @@ def make_content(evaluations: Sequence[Evaluation], requirements: Requirements =
 
 
 def _comparisons(
-    evaluations: Sequence[Evaluation], names: Sequence[str], ranking: Ranking
+    evaluations: Evaluations, names: Sequence[str], ranking: Ranking
 ) -> list[Comparison]:
     """Paired tests of each model with the next one in the ranking, on the same images."""
     if not (ranking.same_data and all(e.measured_at(ranking.reference) for e in evaluations)):
@@ -88,7 +88,7 @@ def _comparisons(
     ]
 
 
-def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
+def distinct_names(evaluations: Evaluations) -> list[str]:
     """Unique names of the models: a repeated name gets a number."""
     seen: dict[str, int] = {}
     names = []

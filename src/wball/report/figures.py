@@ -8,14 +8,13 @@ embedded as text; the width is that of one column.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wball.evaluation.result import Evaluation
+from wball.evaluation.result import Evaluation, Evaluations
 from wball.provenance import Plain
 from wball.report.pictures import strongest
 from wball.storage.files import PathLike, write_whole
@@ -46,7 +45,7 @@ STYLE: Plain = {
 }
 
 
-def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
+def accuracy_figure(evaluations: Evaluations) -> Figure:
     """Accuracy against eps, one line per evaluation with its 95 % intervals as a band; certified
     accuracy dotted in the same colour."""
     figure = new_figure((WIDTH, 0.72 * WIDTH))
@@ -122,9 +121,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     return figure
 
 
-def save_figures(
-    evaluations: Sequence[Evaluation], folder: PathLike, kind: str = "pdf"
-) -> list[Path]:
+def save_figures(evaluations: Evaluations, folder: PathLike, kind: str = "pdf") -> list[Path]:
     """Write all figures of the evaluations, as ``pdf``, ``png`` or ``svg``, and return the
     paths."""
     if not evaluations:

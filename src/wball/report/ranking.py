@@ -9,7 +9,7 @@ from itertools import count
 import torch
 
 from wball.evaluation.exhibit import evenly
-from wball.evaluation.result import PLAN, CurvePoint, Evaluation
+from wball.evaluation.result import PLAN, CurvePoint, Evaluation, Evaluations
 from wball.storage.names import printable
 
 TEX = str.maketrans(
@@ -61,9 +61,7 @@ class Ranking:
     same_data: bool
 
 
-def rank(
-    evaluations: Sequence[Evaluation], names: Sequence[str], reference: float | None = None
-) -> Ranking:
+def rank(evaluations: Evaluations, names: Sequence[str], reference: float | None = None) -> Ranking:
     """Rank evaluations, which have radii in the same unit, at ``reference`` or a middle radius."""
     shared = shared_radii(evaluations)
     every = sorted({r for e in evaluations for r in e.radii})
@@ -96,13 +94,13 @@ def rank(
     )
 
 
-def shared_radii(evaluations: Sequence[Evaluation]) -> list[float]:
+def shared_radii(evaluations: Evaluations) -> list[float]:
     """Evaluated radii at which every evaluation has an accuracy, ascending."""
     top = min(float(e.settings["radii"][-1]) for e in evaluations) * (1 + 1e-9)
     return sorted({r for e in evaluations for r in e.radii if r <= top})
 
 
-def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None = None) -> str:
+def ranking_csv(evaluations: Evaluations, names: Sequence[str] | None = None) -> str:
     """A CSV table with one line per model and radius; accuracies are fractions of all images."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -119,7 +117,7 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
     return stream.getvalue()
 
 
-def images_csv(evaluations: Sequence[Evaluation]) -> str:
+def images_csv(evaluations: Evaluations) -> str:
     """A CSV table with one line per model and image: its source, classes, radius and distance."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -130,7 +128,7 @@ def images_csv(evaluations: Sequence[Evaluation]) -> str:
     return stream.getvalue()
 
 
-def latex_table(evaluations: Sequence[Evaluation]) -> str:
+def latex_table(evaluations: Evaluations) -> str:
     """A LaTeX table (booktabs) of robust accuracy in percent by model and radius."""
     radii = [0.0, *shared_radii(evaluations)]
     head = ["model", "clean", *(f"{r:g}" for r in radii[1:])]
