@@ -61,7 +61,7 @@ FUNCTIONS = {
     "cosine": torch.cos,
     "arctangent": torch.atan,
     "asinh": torch.asinh,
-    "log of 1 + |v|": lambda h: h.sign() * torch.log1p(h.abs()),
+    "signed logarithm": lambda h: h.sign() * torch.log1p(h.abs()),
     "absolute value": torch.abs,
     "snake": lambda h: h + torch.sin(h) ** 2,
     "Swish with a learnt slope": lambda h: h * torch.sigmoid(1.7 * h),

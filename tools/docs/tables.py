@@ -127,6 +127,49 @@ def steps(path: Path) -> list[Table]:
     return [Table(["step", "processor time, ms", "times its network passes"], cells)]
 
 
+def architectures(path: Path) -> list[Table]:
+    """Which ordinary networks certificates follow, by family, and why not the others."""
+    rows: list[Row] = _content(path)["rows"]
+    families = dict.fromkeys(row["family"] for row in rows)
+    cells: list[list[str | None]] = []
+    for family in families:
+        same = [row for row in rows if row["family"] == family]
+        followed = [row for row in same if row["followed"]]
+        named = [row["name"] + ("" if row.get("certified", 1) else " °") for row in followed]
+        refused = [
+            f"{row['name']}: {shortened(row['reason'])}" for row in same if not row["followed"]
+        ]
+        count = f"{len(followed)} of {len(same)}"
+        cells.append([family, count, " · ".join(named) or None, " · ".join(refused) or None])
+    followed = [row for row in rows if row["followed"]]
+    measured = [row for row in followed if not row["partial"]]
+    proved = [row for row in measured if row["certified"]]
+    again = sum(row["verified"] == "confirmed" for row in proved)
+    said = (
+        f"{len(followed)} of {len(rows)} followed. Of {len(measured)} that were also measured, {len(proved)} "
+        f"are certified for at least one of two images at 1e-4 (the others are marked °), {again} of "
+        f"these are proved again, and attacks contradict {sum(row['below'] for row in measured)}"
+    )
+    return [Table(["family", "followed", "which", "refused, and why"], cells, said)]
+
+
+def shortened(reason: str) -> str:
+    """The operator and the cause of a refusal.
+
+    >>> shortened("no bound follows aten.median.dim in 2 (a.py, line 3: h.max(2)): it is not known")
+    '`median`, it is not known'
+    >>> shortened("torch.export cannot read Net (a.py, line 3: f(x)): No Python; write the model")
+    '`torch.export`: No Python'
+    >>> shortened("the model is TorchScript, which is not read: certify the module")
+    'the model is TorchScript, which is not read'
+    """
+    if reason.startswith(("no bound follows", "torch.export")):
+        cause = re.sub(r"^.*\): |^[^(:]*: |; [^;]*$| \(unhinted.*|! For more .*", "", reason)
+        operator = re.match(r"no bound follows (?:aten\.)?(\S+?)(?:\.\w+)? ", reason)
+        return f"`{operator[1]}`, {cause}" if operator else f"`torch.export`: {cause}"
+    return re.split("[:;] ", reason)[0]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -277,6 +320,7 @@ TABLES = {
     "calls": Source(calls, "calls_cuda.json", "calls_cpu.json"),
     "steps": Source(steps, "steps_cpu.json"),
     "attack-times": Source(attack_times, "leaderboard.json"),
+    "architectures": Source(architectures, "architectures.json"),
 }
 
 

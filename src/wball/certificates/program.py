@@ -278,9 +278,9 @@ def _reason(model: nn.Module, error: Exception) -> str:
 
 
 def line_of(trace: str) -> str:
-    """The line of the model in a trace: the last one that is not PyTorch's."""
-    lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n?(.*)', trace)
-    own = [line for line in lines if f"{os.sep}torch{os.sep}" not in line[0]]
+    """The line of the model in a trace: the last one that is neither PyTorch's nor of this file."""
+    lines = re.findall(r'File "([^"]+)", line (\d+), in .*(?:\n(?! *File ")(.*))?', trace)
+    own = [x for x in lines if f"{os.sep}torch{os.sep}" not in x[0] and x[0] != __file__]
     if not own:
         return ""
     path, number, code = own[-1]
