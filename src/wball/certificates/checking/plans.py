@@ -19,6 +19,7 @@ Any other ball answers for itself (``ball.support``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 
 from wball.ball import Ball, Plans, WassersteinBall
 from wball.certificates.checking.lines import UNIT, Unfollowed, gamma
-from wball.cost import DenseCost, GridCost
+from wball.cost import DenseCost, GridCost, GroundCost
 
 ALL = 128
 """Number of pixels up to which every move of an image is listed."""
@@ -36,10 +37,6 @@ GROUPS = (3.0, 4.0, 6.0, 10.0, math.inf)
 
 SEARCH = 30
 """Steps of bisection for the price of the budget, in float32."""
-
-PRICED, FEW = (0.25, 0.5, 0.75), 64
-"""Quantiles of a row that are tried as prices of pixels, for up to ``FEW`` rows: a pixel is charged
-for what it is worth beyond the quantile."""
 
 LARGEST = 4096
 """Largest number of pixels of an image: its costs are held as a matrix."""
@@ -87,25 +84,23 @@ class Transport:
         grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
         crosses, self.size = ball.cost.channel_cost is not None, grid.shape[1:]
         planes = grid.reshape(1 if crosses else len(grid), -1)  # that exchange no mass
-        self.planes, pixels, width = planes.shape, planes.shape[1], grid.shape[2]
+        self.planes, pixels = planes.shape, planes.shape[1]
         if pixels > LARGEST:
             raise Unfollowed(f"an image of {pixels} pixels, the checker handles up to {LARGEST}")
         self.budget = float(ball.budget(x[None])[0]) * (1 + gamma(grid.numel()))
         self.plane, self.pixel = (planes > 0).nonzero(as_tuple=True)
         self.mass = planes[self.plane, self.pixel]
-        place = torch.arange(pixels)
-        row, column = place // width, place % width
-        down, right = row - row[:, None], column - column[:, None]  # from, to
-        cost = _costs(ball, grid.shape, plans).fill_diagonal_(math.inf)
-        far = torch.maximum(down.abs(), right.abs())
+        cost, far = _costs(ball.cost, (len(grid) if crosses else 1, *self.size), plans)
+        cost.fill_diagonal_(math.inf)
         every = pixels <= ALL or crosses or isinstance(ball.cost, DenseCost)
         power = ball.cost.p if isinstance(ball.cost, GridCost) else 1.0
         ends = [math.inf] if every else [near, *(end for end in GROUPS if end > near)]
-        self._list(cost[self.pixel] * (1 - 8 * UNIT), far[self.pixel], [e**power for e in ends])
-        self.low, self.top = ball.box or (0.0, math.inf)
-        self.boxed = ball.box is not None
+        least = cost[self.pixel] * (1 - 8 * UNIT * (1 + power))  # more than their rounding
+        self._list(least, far[self.pixel], [end**power for end in ends])
+        low, top = ball.box or (0.0, math.inf)
         total = planes.sum(1, keepdim=True) * (1 + gamma(pixels))
-        self.high = total.expand(-1, pixels).clamp(max=self.top).flatten()
+        self.high = total.expand(-1, pixels).clamp(max=top).flatten()
+        self.low = torch.full_like(self.high, max(0.0, low))
         one, moved = torch.ones(1, dtype=torch.float64), self.mass[:, None].expand(self.price.shape)
         self.point = torch.cat([one, grid.flatten(), 0 * moved.flatten()])
         self.most = torch.cat([one, self.high, moved.flatten()])
@@ -128,7 +123,7 @@ class Transport:
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Least and largest value of every pixel, flat."""
-        return torch.full_like(self.high, max(0.0, self.low)), self.high
+        return self.low, self.high
 
     def _maps(self, rows: Tensor) -> Tensor:
         """Coefficients of pixels, (R, planes, pixels)."""
@@ -153,20 +148,11 @@ class Transport:
     def highest(self, rows: Tensor, prices: Tensor | None = None) -> Tensor:
         """Upper bounds of rows over the ball, (R,). They are valid for any prices of the pixels and
         of the budget."""
-        maps = self._maps(rows)
-        tried = [0 * maps.flatten(1)]
-        if self.boxed and prices is not None:
-            tried = [prices]
-        elif self.boxed and len(rows) <= FEW:
-            quantiles = (maps.quantile(share, 2, keepdim=True) for share in PRICED)
-            tried += [(maps - quantile).clamp(min=0).flatten(1) for quantile in quantiles]
-        return torch.stack([self._highest(rows, price) for price in tried]).amin(0)
-
-    def _highest(self, rows: Tensor, prices: Tensor) -> Tensor:
+        prices = torch.zeros_like(self.high)[None] if prices is None else prices
         at = rows.clone()
         at[:, 1 : 1 + len(self.high)] -= prices
         paid = (prices.clamp(min=0) * self.high + prices.clamp(max=0) * self.low).sum(1)
-        size = rows.abs() @ self.most + prices.abs() @ (self.high + abs(self.low))
+        size = rows.abs() @ self.most + prices.abs() @ self.high
         found = at @ self.point + paid + gamma(rows.shape[1] + 4) * size
         if not len(self.mass):
             return found  # the ball is one black image
@@ -193,28 +179,22 @@ class Transport:
         return high
 
 
-def _costs(ball: WassersteinBall, shape: torch.Size, plans: Plans) -> Tensor:
-    (channels, height, width), cost = shape, ball.cost
+def _costs(cost: GroundCost, shape: Sequence[int], plans: Plans) -> tuple[Tensor, Tensor]:
+    """The cost of every move (pixels, pixels), inf where there is none, and how many rows or
+    columns it goes."""
+    place, steps = torch.arange(math.prod(shape)), list[Tensor]()
+    for size in reversed(shape):
+        at, place = place % size, place // size
+        steps.insert(0, at - at[:, None])  # from, to
+    far = torch.maximum(steps[1].abs(), steps[2].abs())
     if isinstance(cost, DenseCost):
-        return cost.matrix.to("cpu", torch.float64).clone()
-    place = torch.arange(height * width)
-    row, column = place // width, place % width
-    down, right = row[None] - row[:, None], column[None] - column[:, None]  # from, to
-    if isinstance(cost, GridCost):
-        squared = (down**2 + right**2).to(torch.float64)
-        far = torch.maximum(down.abs(), right.abs()) > cost.radius
-        far &= torch.tensor(plans != "full")
-        plane = (squared ** (cost.p / 2)).masked_fill(far, math.inf)
-        if cost.channel_cost is None:
-            return plane
-        dearer = ((squared.sqrt() + cost.channel_cost) ** cost.p) * (1 - 4 * UNIT * cost.p)
-        same = torch.eye(channels, dtype=torch.bool)[:, None, :, None]
-        every = torch.where(same, plane[:, None], dearer.masked_fill(far, math.inf)[:, None])
-        return every.reshape(channels * len(place), -1)
-    out = torch.full_like(down, math.inf, dtype=torch.float64)
-    for r, c, _, d in cost.moves(height, width):
-        out[(down == r) & (right == c)] = d
-    return out
+        return cost.matrix.to("cpu", torch.float64).clone(), far
+    channels, height, width = shape
+    table = torch.full([2 * size - 1 for size in shape], math.inf, dtype=torch.float64)
+    allowed = cost.full(height, width) if plans == "full" else cost
+    for r, c, s, price in allowed.moves(height, width, channels):
+        table[s, r, c] = price  # negative steps count from the end
+    return table[tuple(steps)], far
 
 
 def domain(ball: Ball, x: Tensor, plans: Plans, near: float) -> Supported | Transport:
