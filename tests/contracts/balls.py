@@ -21,6 +21,7 @@ WASSERSTEIN: dict[str, WassersteinBall] = {
     "small window, squares": WassersteinBall(0.3, GridCost(3, 2.0)),
     "wider than the image": WassersteinBall(0.1, GridCost(15)),
     "one way": WassersteinBall(0.1, ONE_WAY),
+    "moves across channels": WassersteinBall(0.2, GridCost(3, channel_cost=0.6)),
     "free moves": WassersteinBall(0.1, FREE),
     "matrix": WassersteinBall(0.4, LINE),
     "absolute, no box": WassersteinBall(2.0, mass="absolute", box=None),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from references import reference_support
 from wball import DenseCost, GridCost, ProjectionResult, StencilCost, SupportResult, WassersteinBall
+from wball.cost import GroundCost
 from wball.plan import Plan
 
 from .cases import Array, Case
@@ -38,8 +39,9 @@ class Geometry:
 
     def __init__(self, cost: GridCost | StencilCost | DenseCost, shape: tuple[int, ...]) -> None:
         height, width = (shape[2], shape[3]) if len(shape) == 4 else (1, shape[1])
-        self.n = height * width
-        self.offsets: list[tuple[int, int, float]] = []
+        over = shape[1] if cost.channel_cost is not None else 1  # channels that exchange mass
+        self.n = over * height * width
+        self.offsets: list[tuple[int, int, int, float]] = []
         if isinstance(cost, DenseCost):
             table = cost.matrix.numpy()
             self.source, self.target = np.nonzero(np.isfinite(table))
@@ -47,19 +49,26 @@ class Geometry:
             return
         if isinstance(cost, GridCost):
             reach = range(-(cost.window // 2), cost.window // 2 + 1)
-            moves = [(dr, dc, math.hypot(dr, dc) ** cost.p) for dr in reach for dc in reach]
+            far = cost.channel_cost or 0.0
+            moves = [
+                (dr, dc, ds, (math.hypot(dr, dc) + far * (ds != 0)) ** cost.p)
+                for dr in reach
+                for dc in reach
+                for ds in range(1 - over, over)
+            ]
         else:
             rows, columns = len(cost.table) // 2, len(cost.table[0]) // 2
             cells = [(r, c, v) for r, line in enumerate(cost.table) for c, v in enumerate(line)]
-            moves = [(r - rows, c - columns, v) for r, c, v in cells if math.isfinite(v)]
+            moves = [(r - rows, c - columns, 0, v) for r, c, v in cells if math.isfinite(v)]
         self.offsets = [m for m in moves if abs(m[0]) < height and abs(m[1]) < width]
-        row, column = np.divmod(np.arange(self.n), width)
+        channel, row, column = np.indices((over, height, width)).reshape(3, -1)
         parts = []
-        for move, (dr, dc, price) in enumerate(self.offsets):
-            r, c = row + dr, column + dc
-            start = np.flatnonzero((r >= 0) & (r < height) & (c >= 0) & (c < width))
+        for move, (dr, dc, ds, price) in enumerate(self.offsets):
+            r, c, s = row + dr, column + dc, channel + ds
+            inside = (r >= 0) & (r < height) & (c >= 0) & (c < width) & (s >= 0) & (s < over)
+            start, step = np.flatnonzero(inside), (ds * height + dr) * width + dc
             same = np.ones(len(start))
-            parts.append((start, start + dr * width + dc, price * same, move + 0 * start))
+            parts.append((start, start + step, price * same, move + 0 * start))
         self.source, self.target, self.price, self._move = map(
             np.concatenate, zip(*parts, strict=True)
         )
@@ -67,11 +76,14 @@ class Geometry:
     def flows(self, plan: Plan) -> Array:
         """Mass on each of these moves, ``(B, C, moves)``."""
         flow = plan.flow.detach().double().numpy()
-        flow = flow.reshape(*flow.shape[:3], self.n)
+        batch, channels, moves, height, width = flow.shape
+        over = self.n // (height * width)
+        flow = flow.reshape(batch, channels // over, over, moves, -1).swapaxes(2, 3)
+        flow = flow.reshape(batch, channels // over, moves, self.n)
         layer = self.target  # plans list the moves of a matrix by where they end
         if self.offsets:
             place = {offset: k for k, offset in enumerate(plan.moves.offsets)}  # type: ignore[attr-defined]
-            layer = np.array([place[dr, dc] for dr, dc, _ in self.offsets])[self._move]
+            layer = np.array([place[move[:3]] for move in self.offsets])[self._move]
         return np.asarray(flow[:, :, layer, self.source])
 
     def sums(self, flow: Array, at: Integers) -> Array:
@@ -95,9 +107,11 @@ class Geometry:
         return top + tau * np.log(total) if tau > 0 else top
 
 
-def planes(x: Tensor) -> Array:
-    """``(B, C, n)`` in float64."""
+def planes(x: Tensor, cost: GroundCost) -> Array:
+    """``(B, C, n)`` in float64; all channels are one if mass moves between them."""
     a = x.detach().double().numpy()
+    if cost.channel_cost is not None:
+        return np.asarray(a.reshape(len(a), 1, math.prod(a.shape[1:])))
     return np.asarray(
         a.reshape(*a.shape[:2], a.shape[2] * a.shape[3]) if a.ndim == 4 else a[:, None]
     )
@@ -137,7 +151,7 @@ def check_point(found: Findings, case: Case, z: Tensor) -> None:
     expected = x.dtype if x.dtype is torch.float64 else torch.float32
     found.expect(z.shape == x.shape and z.dtype is expected, "shape", (z.shape, z.dtype))
     found.expect(z.isfinite().all(), "nan", "the point is not finite")
-    a, b = planes(centre(ball, x)), planes(z)
+    a, b = planes(centre(ball, x), ball.cost), planes(z, ball.cost)
     lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
     found.expect(((b >= lo - 1e-6) & (b <= hi + 1e-6)).all(), "infeasible", "outside the box")
     error = np.abs(a.sum(2) - b.sum(2)).max(1, initial=0)
@@ -148,7 +162,11 @@ def check_plan(found: Findings, case: Case, z: Tensor, plan: Plan) -> tuple[Geom
     """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the
     flows."""
     ball, x = case.ball, case.x
-    geometry, a, b = Geometry(ball.cost, tuple(x.shape)), planes(centre(ball, x)), planes(z)
+    geometry, a, b = (
+        Geometry(ball.cost, tuple(x.shape)),
+        planes(centre(ball, x), ball.cost),
+        planes(z, ball.cost),
+    )
     flow, mass, budget = geometry.flows(plan), a.sum((1, 2)), budgets(ball, a, x.dtype)
     everything = plan.flow.detach().double().flatten(1).sum(1).numpy()
     rows, columns = geometry.sums(flow, geometry.source), geometry.sums(flow, geometry.target)
@@ -180,7 +198,8 @@ def check_projection(found: Findings, case: Case, result: ProjectionResult) -> N
     assert result.plan is not None and result.duals is not None
     geometry, flow = check_plan(found, case, result.point, result.plan)
     columns = geometry.sums(flow, geometry.target)
-    a, target, u = planes(centre(case.ball, case.x)), planes(case.w), planes(result.duals.beta)
+    given = centre(case.ball, case.x), case.w, result.duals.beta
+    a, target, u = (planes(values, case.ball.cost) for values in given)
     psi, budget = result.duals.psi.double().numpy(), budgets(case.ball, a, case.x.dtype)
     found.expect(np.isfinite(u).all() and np.isfinite(psi).all(), "nan", "duals")
     free = geometry.source[(geometry.price == 0) & (geometry.source != geometry.target)]
@@ -232,7 +251,7 @@ def check_support(found: Findings, case: Case, result: SupportResult) -> None:
     assert result.plan is not None
     geometry, _ = check_plan(found, case, result.point, result.plan)
     x = centre(case.ball, case.x)
-    a, g, point = planes(x), planes(case.g), planes(result.point)
+    a, g, point = (planes(values, case.ball.cost) for values in (x, case.g, result.point))
     eps, solve = radii(case.ball, len(a)), case.small and case.rng.random() < 0.3
     for k, mass in enumerate(a.sum((1, 2))):
         value, upper = float(result.value[k]), float(result.upper[k])

@@ -115,7 +115,7 @@ def _distance(case: Case, found: Findings) -> None:
 
 def _compare_distance(case: Case, found: Findings, z: Tensor, far: Tensor) -> None:
     """A transport problem of POT on a dense matrix: the audit has the solver of ``distance``."""
-    a, b = planes(centre(case.ball, case.x)), planes(z)
+    a, b = planes(centre(case.ball, case.x), case.ball.cost), planes(z, case.ball.cost)
     geometry = Geometry(case.ball.cost, tuple(case.x.shape))
     forbidden = 10 * (1 + geometry.price.max())  # what rounding leaves over has to go somewhere
     prices = np.full((geometry.n, geometry.n), forbidden)
@@ -173,7 +173,8 @@ def _attack(case: Case, found: Findings) -> None:
         return
     audited = _audit(case, found, z)
     assert audited is not None
-    a, geometry = planes(centre(case.ball, case.x)), Geometry(case.ball.cost, tuple(case.x.shape))
+    a = planes(centre(case.ball, case.x), case.ball.cost)
+    geometry = Geometry(case.ball.cost, tuple(case.x.shape))
     unit = np.ones(len(a)) if case.ball.mass == "relative" else a.sum((1, 2))
     rounding = 4 * half_ulp(torch.float32) * unit * (1 + geometry.price.max())
     slack = torch.from_numpy(1e-4 * radii(case.ball, len(a)) + rounding)
@@ -232,7 +233,7 @@ ATTACKS: dict[str, Callable[[wball.WassersteinBall, Case, np.random.Generator], 
     ),
     "score search": lambda ball, case, rng: wball.ScoreSearch(
         ball,
-        directions=int(rng.choice([1, 3])),
+        directions=int(rng.choice([2, 4])),
         queries=int(rng.choice([10, 30])),
         until_success=bool(rng.random() < 0.5),
         step_size=float(rng.choice(STEP_SIZES)),
