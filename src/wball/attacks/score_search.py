@@ -29,7 +29,7 @@ from wball import inputs
 from wball.attacks.base import AttackBatch, GradientAttack, into_box, normal
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.ball import Ball
-from wball.model import Model, ask
+from wball.model import ask
 from wball.plan import FactoredPlan
 
 RIDGE = 1e-3
@@ -123,7 +123,10 @@ class ScoreSearch(QueryAttack):
         logits = batch.offer(state)
         scores, z = logits.gather(1, state.classes), state.z
         asked = into_box(z + state.noise * normal(z, generator, self.directions), batch.ball.box)
-        answers = _scores(batch.task.model, asked, state.classes)
+        with torch.no_grad():
+            parts = [ask(batch.task.model, part) for part in asked.flatten(0, 1).split(AT_ONCE)]
+        answers = torch.cat(parts).view(*asked.shape[:2], -1)
+        answers = answers.gather(2, state.classes.expand(len(asked), -1, -1))
         batch.queries += self.directions
         moved = torch.cat([asked - z, (z - state.z_before)[None]]).transpose(0, 1).flatten(2)
         changed = torch.cat([answers - scores, (scores - state.logits_before)[None]]).transpose(
@@ -156,10 +159,3 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     weights = torch.linalg.solve_triangular(factor, weights, upper=False)
     weights = torch.linalg.solve_triangular(factor.mT, weights, upper=True).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
-
-
-def _scores(model: Model, asked: Tensor, classes: Tensor) -> Tensor:
-    """Scores ``(n, B, K)`` of images ``(n, B, ...)``."""
-    with torch.no_grad():
-        logits = torch.cat([ask(model, part) for part in asked.flatten(0, 1).split(AT_ONCE)])
-    return logits.view(*asked.shape[:2], -1).gather(2, classes.expand(len(asked), -1, -1))

@@ -303,7 +303,8 @@ class _Chain:
         if self.best is None:
             self.best, better = found, torch.ones_like(found.success)
         else:
-            better = _is_better(self.best, here, found)
+            before, loss = self.best.success[here], self.best.loss[here]
+            better = (found.success & ~before) | (found.success == before) & (found.loss > loss)
             self.best = updated(self.best, here, found, better)
         self.member[here[found.success & better]] = number
 
@@ -344,9 +345,3 @@ def _judged(found: AttackResult, view: View, task: Task) -> tuple[AttackResult, 
     ahead = margin(logits, task.y, task.target)
     clear = ahead > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     return found, found.success & (clear | view.random)
-
-
-def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:
-    """Where a later member did better: a success, or a higher loss."""
-    before = best.success[index]
-    return (found.success & ~before) | ((found.success == before) & (found.loss > best.loss[index]))

@@ -105,21 +105,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             image = image.resize(
                 (short, longer) if wide <= high else (longer, short), Image.Resampling.BILINEAR
             )
-        if self._crop is not None:
-            image = _cropped(path, image, self._crop)
+        if (side := self._crop) is not None:
+            width, height = image.size
+            if side > min(width, height):
+                raise ValueError(
+                    f"{path} is {height} x {width}, smaller than the crop of {side} x {side}: "
+                    "resize it first (--resize)"
+                )
+            top, left = round((height - side) / 2), round((width - side) / 2)
+            image = image.crop((left, top, left + side, top + side))
         return from_array(np.asarray(image)), self.labels[k]
-
-
-def _cropped(path: Path, image: Any, side: int) -> Any:
-    """The centre of an image, a square of this side."""
-    width, height = image.size
-    if side > min(width, height):
-        raise ValueError(
-            f"{path} is {height} x {width}, smaller than the crop of {side} x {side}: "
-            "resize it first (--resize)"
-        )
-    top, left = round((height - side) / 2), round((width - side) / 2)
-    return image.crop((left, top, left + side, top + side))
 
 
 def load_folder(
@@ -238,7 +233,7 @@ def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
         if p.is_file()
         and p.suffix.lower() not in endings
         and p.name[0] != "."
-        and p.name not in ("Thumbs.db",)
+        and p.name != "Thumbs.db"
     ]
     if others:
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
@@ -254,7 +249,9 @@ def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
         with Image.open(path, formats=formats) as opened:
             known = opened.mode not in ("I", "F")  # Pillow would clip values above 255
             wide = opened.mode.startswith("I;16")
-            image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
+            if wide:  # 16-bit values as 8 bits, rounded: 65535 becomes 255
+                values = (np.asarray(opened).astype(np.uint32) + 128) // 257
+            image = Image.fromarray(values.astype(np.uint8)) if wide else opened
             image = image.convert("L" if grey else "RGB")
     except Exception as error:  # damaged bytes make decoders raise anything
         raise ValueError(
@@ -277,8 +274,3 @@ def _class_names(folders: list[str]) -> tuple[str, ...]:
     ):  # 1 and 01, counted from 1, dates
         return tuple(sorted(folders, key=int))
     return tuple(numbers.get(k, str(k)) for k in range(max(numbers) + 1))
-
-
-def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Convert 16-bit values to 8 bits, rounded: 65535 becomes 255."""
-    return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from wball.attacks import DualAveraging
-from wball.attacks.base import GradientAttack
 from wball.ball import Ball
 from wball.evaluation.batches import answers
 from wball.evaluation.doubts import misclassified
@@ -70,7 +69,14 @@ def explore(result: Evaluation, model: Model, x: Any, y: Any = None, *, ball: Ba
     radii = evenly(torch.tensor(result.radii, dtype=torch.float64), RADII)
     (x, y), place = data.take(shown), {int(i): k for k, i in enumerate(result.examples["index"])}
     size, count = int(result.settings["batch_size"]), len(radii)
-    attack = _attack(ball.at(radii.to(x.device).repeat(len(x))), size)
+    attack = DualAveraging(
+        ball.at(radii.to(x.device).repeat(len(x))),
+        objective="margin",
+        steps=STEPS,
+        until_success=False,
+        batch_size=size,
+        progress=False,
+    )
     found = attack(model, x.repeat_interleave(count, 0), y.repeat_interleave(count)).images
     read_as = top_class(answers(model, found, size)).cpu().view(-1, count)
     found = found.cpu().unflatten(0, (-1, count))
@@ -90,12 +96,6 @@ def _baseline(result: Evaluation, model: Model, data: Stream, ball: Ball) -> Ten
     points = [x.roll(1, -1), *(ball.at(eps).sample(x, generator) for eps in result.radii)]
     size = int(result.settings["batch_size"])
     return torch.stack([~misclassified(model, z, y, size) for z in points]).double().mean(1).cpu()
-
-
-def _attack(ball: Ball, size: int) -> GradientAttack:
-    return DualAveraging(
-        ball, objective="margin", steps=STEPS, until_success=False, batch_size=size, progress=False
-    )
 
 
 def evenly(values: Tensor, count: int) -> Tensor:

@@ -37,7 +37,8 @@ def merge_evaluations(parts: Sequence[Evaluation | PathLike]) -> Evaluation:
     seen: dict[str, str] = {}
     for name, part in zip(names, found, strict=True):
         _check_same(names[0], found[0], name, part)
-        for digest in _digests(part):
+        data = part.settings["data"]
+        for digest in data.get("parts", [data["sha256"]]):  # it may be the result of a merge
             if digest in seen:
                 raise ValueError(
                     f"{name} and {seen[digest]} evaluate the same images, which would count twice"
@@ -69,12 +70,6 @@ def merge_evaluations(parts: Sequence[Evaluation | PathLike]) -> Evaluation:
         names=sources if len(set(sources)) == len(sources) else (),
         explorer=first.explorer,
     )
-
-
-def _digests(part: Evaluation) -> list[str]:
-    """Checksums of the data of a part, which may itself be the result of a merge."""
-    data = part.settings["data"]
-    return list(data.get("parts", [data["sha256"]]))
 
 
 def _check_same(name: str, first: Evaluation, other_name: str, other: Evaluation) -> None:

@@ -397,7 +397,10 @@ class _Run:
         self.init = self.init or header["init"]
         for name, title in IDENTITY.items():
             _check_same(header[name], getattr(self, name), path, title)
-        part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
+        part: dict[str, Tensors] = {"model": {}, "average": {}, "optimizer": {}}
+        for key, value in tensors.items():
+            prefix, _, name = key.partition(".")
+            part.setdefault(prefix, {})[name] = value
         theirs, ours = (
             {k: tuple(v.shape) for k, v in m.items()}
             for m in (part["model"], self.model.state_dict())
@@ -544,11 +547,6 @@ def _tf32(device: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         cudnn.allow_tf32 = before[1]
-
-
-def _under(tensors: Tensors, prefix: str) -> Tensors:
-    """The tensors below a prefix, without the prefix."""
-    return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
 
 
 def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:

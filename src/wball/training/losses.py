@@ -36,7 +36,7 @@ class AsTrained(nn.Module):
         if self.options.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.options.bf16):
-            logits: Tensor = self.model(x)
+            logits = self.model(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -207,7 +207,6 @@ def _counted(
     model: Model,
     x: Tensor,
     y: Tensor,
-    chunk: int = CHUNK,
 ) -> float:
     """Share of the images that are ``right``, over all processes."""
     world = current()
@@ -220,7 +219,7 @@ def _counted(
     mine, labels = world.strided(x), world.strided(y)
     count = torch.zeros(2, dtype=torch.float64, device=x.device)
     with as_found(model, x.device):
-        for a, b in zip(mine.split(chunk), labels.split(chunk), strict=True):
+        for a, b in zip(mine.split(CHUNK), labels.split(CHUNK), strict=True):
             count += torch.stack([right(a, b).sum().double(), count.new_tensor(len(b))])
     count = world.sum(count)
     return float(count[0] / count[1].clamp(min=1))

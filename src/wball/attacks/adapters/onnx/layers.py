@@ -16,12 +16,7 @@ _MAXIMA: dict[int, Any] = {3: F.max_pool1d, 4: F.max_pool2d, 5: F.max_pool3d}
 
 
 def _windows(
-    x: Tensor,
-    size: Sequence[int],
-    dilations: Ints,
-    strides: Ints,
-    pads: Ints,
-    auto_pad: str,
+    x: Tensor, size: Sequence[int], dilations: Ints, strides: Ints, pads: Ints, auto_pad: str
 ) -> tuple[list[int], ...]:
     """Dilation and stride of windows of this size, and the padding before and after each axis."""
     axes = len(size)
@@ -54,14 +49,11 @@ def _conv(
     weight: Tensor,
     bias: Given = None,
     *,
-    auto_pad: str,
-    dilations: Ints,
     group: int,
-    pads: Ints,
-    strides: Ints,
+    **windows: Any,
 ) -> Tensor:
     size = weight.shape[2:]
-    gaps, steps, before, after = _windows(x, size, dilations, strides, pads, auto_pad)
+    gaps, steps, before, after = _windows(x, size, **windows)
     if before != after:
         x, before = _padded(x, before, after), [0] * len(size)
     return _CONVOLUTIONS[x.ndim](x, weight, bias, steps, before, gaps, group)
@@ -71,14 +63,11 @@ def _conv(
 def _max_pool(
     x: Tensor,
     *,
-    auto_pad: str,
     ceil_mode: int | None,
-    dilations: Ints,
     kernel_shape: list[int],
-    pads: Ints,
-    strides: Ints,
+    **windows: Any,
 ) -> Tensor:
-    gaps, steps, before, after = _windows(x, kernel_shape, dilations, strides, pads, auto_pad)
+    gaps, steps, before, after = _windows(x, kernel_shape, **windows)
     if not _is_pooling(before, after, kernel_shape):
         x, before = _padded(x, before, after, -math.inf), [0] * len(kernel_shape)
     return _MAXIMA[x.ndim](x, kernel_shape, steps, before, gaps, bool(ceil_mode))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from wball.attacks.adapters.onnx.graph import OnnxGraph
 from wball.attacks.adapters.onnx.table import TYPES
 from wball.inputs import check_choice
+from wball.model import NAMES
 
 Layout = Literal["NCHW", "NHWC"]
 Engine = Literal["auto", "torch", "onnxruntime"]
@@ -34,8 +35,6 @@ tested."""
 CHANNELS = (1, 3, 4)
 """Numbers of channels that images have: they tell which axis of a fixed shape is that of the
 channels."""
-LOGITS = ("logits", "output", "scores", "probabilities", "probs")
-"""Names of the output to take if there are several."""
 
 
 def load(
@@ -159,7 +158,7 @@ def _find_output(graph: onnx.GraphProto, output: str | None) -> str:
             f"the graph has no output {output or ''} of floating-point numbers; scikit-learn's has one with "
             "options={'zipmap': False}"
         )
-    chosen = tensors if len(tensors) == 1 else [name for name in tensors if name in LOGITS]
+    chosen = tensors if len(tensors) == 1 else [name for name in tensors if name in NAMES]
     if not chosen:
         raise ValueError(
             f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME"

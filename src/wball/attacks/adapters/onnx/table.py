@@ -32,6 +32,9 @@ TYPES = {
 }
 """Supported types of tensors."""
 
+WINDOWS = ("auto_pad", "dilations", "pads", "strides")
+"""Attributes of an operator that takes ``**windows``."""
+
 IGNORED = frozenset(
     (
         "kernel_shape",
@@ -92,6 +95,7 @@ def read_node(proto: onnx.NodeProto, opset: int) -> Node:
         raise ValueError(f"operator {name} is not supported")
     parameters = signature(OPERATORS[proto.op_type]).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    known += [name for p in parameters if p.kind is p.VAR_KEYWORD for name in WINDOWS]
     given = {a.name: _value(a) for a in proto.attribute}
     where = f"{proto.op_type} ({proto.name or proto.output[0]})"
     for unknown in sorted(given.keys() - known - IGNORED):
