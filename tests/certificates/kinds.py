@@ -165,6 +165,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "log softmax": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.LogSoftmax(1)),
     "maximum": lambda: behind_a_matrix(Step(lambda v: torch.maximum(v[:, :4], v[:, 4:]))),
     "maxout": lambda: behind_a_matrix(Step(lambda v: v.view(-1, 4, 2).amax(2))),
+    "reflected frame": lambda: headed(nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect"), nn.ReLU()),
     "max pool": lambda: behind_a_convolution(nn.MaxPool2d(2, 1, padding=1)),
     "max pool over the edge": lambda: behind_a_convolution(nn.MaxPool2d(2, ceil_mode=True)),
     "adaptive max pool": lambda: behind_a_convolution(nn.AdaptiveMaxPool2d(2)),

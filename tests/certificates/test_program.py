@@ -115,6 +115,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: before(lambda h: h + h.flatten(1).argmax(1)[:, None, None, None]),
         "argmax",
     ),
+    "constant logits": (
+        lambda: Around(lambda net, x: torch.arange(3.0).expand(len(x), -1) * 2),
+        "do not depend on the image",
+    ),
     "one number": (lambda: Around(lambda net, x: net(x)[:, 0]), r"logits \(B, classes\)"),
     "two outputs": (lambda: Around(lambda net, x: (net(x), net(x)[:, :2])), "not clear"),  # type: ignore[return-value]
 }

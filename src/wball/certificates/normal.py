@@ -136,6 +136,8 @@ def minimum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def absolute(x: Tensor) -> Tensor:
+    if not x.is_floating_point():  # places of a padding, or complex numbers
+        return NotImplemented
     return 2.0 * torch.relu(x) - x
 
 

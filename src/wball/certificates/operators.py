@@ -181,6 +181,8 @@ class _Reader:
             for node in self.program.nodes:
                 if self.sources(node) and not self._is_constant(node):
                     self._read(node)
+        if self.program.logits not in self.place:
+            raise UnsupportedModule("the logits do not depend on the image: nothing is to prove")
         last = self.at(self.program.logits)
         dtype = torch.finfo(self.program.dtype)
         ops = _reachable(self.ops, last)
