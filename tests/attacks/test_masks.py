@@ -212,10 +212,10 @@ def test_a_view_is_chosen_once_for_all_radii(
         return best_view(*args)
 
     monkeypatch.setattr("wball.attacks.standard.best_view", counted)
-    attack, case = fast(0.1), (behind("8 bits", net), images[:4], labels[:4])
+    attack, case = fast(0.1), (behind("8 bits", net), images[:2], labels[:2])
     minimal_radius(*case, attack, hi=0.3, rounds=1)
     assert len(chosen) == 1
-    evaluate(*case, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=2, progress=False)
+    evaluate(*case, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=1, progress=False)
     assert len(chosen) == 1 + 2, "one for each of two batches"
     prepared = attack.prepared(*case)
     assert prepared.prepared(*case) is prepared and prepared == attack

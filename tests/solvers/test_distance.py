@@ -1,4 +1,4 @@
-"""Transport distance: against convex references, dense POT and closed forms."""
+"""Transport distance: against a linear program, dense POT and closed forms."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dense_pot(p: Problem, z: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact_distance_matches_clarabel_and_dense_pot(kind: str) -> None:
+def test_exact_distance_matches_a_simplex_solver_and_dense_pot(kind: str) -> None:
     for seed in range(42):  # 126 problems in all
         p = random_problem(seed, kind=kind, box=None, mass="relative" if seed % 2 else "absolute")  # type: ignore[arg-type]
         z = moved(p, seed)
