@@ -3,6 +3,7 @@ that it runs in."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -265,9 +266,14 @@ class Cancelling(nn.Module):
         return self.last(torch.relu(self.first(x.flatten(1))))
 
 
+@functools.cache
+def cancelling() -> Cancelling:
+    return Cancelling().eval()
+
+
 @pytest.mark.parametrize("method", ["crown", "anchored", "alpha-crown", "complete"])
 def test_what_float32_loses_is_not_certified_alone_or_in_a_batch(method: Any) -> None:
-    net = Cancelling().eval()
+    net = cancelling()
     x = torch.rand((40, 1, 3, 3), generator=torch.Generator().manual_seed(1))
     active = (net.first(x.flatten(1))[:, 0] > 1e7).nonzero()[:, 0][:2]
     dead = (net.first(x.flatten(1))[:, 0] < -1e8).nonzero()[:, 0][:7]

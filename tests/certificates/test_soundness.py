@@ -3,6 +3,7 @@ networks."""
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -40,7 +41,9 @@ def small_net(seed: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-def trained(net: nn.Sequential, noise: float) -> nn.Sequential:
+@functools.cache
+def trained(noise: float) -> nn.Sequential:
+    net = small_net(0)
     x, y = digits(1000)
     optimiser = torch.optim.Adam(net.parameters(), 5e-3)
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +63,7 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
 @pytest.mark.parametrize("noise", [1e-4, *slow(0.02)])
 def test_certified_images_survive_the_standard_attack(noise: float) -> None:
     certificates, falls = 0, 0
-    net = trained(small_net(0), noise)
+    net = trained(noise)
     x, y = digits(1000)
     x, y = x[-IMAGES:], y[-IMAGES:]
     for eps in (0.002, 0.01, 0.03, 0.1, 0.3):
@@ -94,7 +97,7 @@ def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
 def test_anchors_that_do_not_fit_only_loosen_the_bound(
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = trained(small_net(0), 0.02)
+    net = trained(0.02)
     x, y = digits(6)
     ball = wball.WassersteinBall(0.05)
     whole = certify(net, x, y, ball, method=method).margin
@@ -217,14 +220,19 @@ def test_gains_in_single_precision_are_rounded_up() -> None:
     assert bool((found.double() <= gains * (1 + 2.0**-22))[normal].all())
 
 
+@functools.cache
+def leaking(leak: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(4, 6), nn.LeakyReLU(leak), nn.Linear(6, 3)
+    return nn.Sequential(*layers).double()
+
+
 @pytest.mark.parametrize("leak", [0.2, *slow(0.7)])
 @pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown", "complete"])
 def test_leaks_are_not_rounded_to_single_precision(leak: float, method: Method) -> None:
     """A leak of 0.2 was 0.200000003 in stable units: margins of float64 networks were proved 1e-10
     too high."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.LeakyReLU(leak), nn.Linear(6, 3)).double()
-    x = torch.rand(8, 1, 2, 2, dtype=torch.float64)
+    net, x = leaking(leak), torch.rand(8, 1, 2, 2, dtype=torch.float64)
     logits = net(x).detach()
     y = logits.argmax(1)
     margin = gap(logits, y)
