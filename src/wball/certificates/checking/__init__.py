@@ -98,8 +98,8 @@ def verify(
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
     The checker believes nothing but which images are claimed, and for which plans. It is slow and
-    meant for samples. It supports Wasserstein balls of images of up to 4,096 pixels and l-infinity
-    balls.
+    meant for samples. It supports Wasserstein balls of images of up to 4,096 pixels, and any other
+    ball with a support function.
 
     Args:
         model: what was certified: a module, its program (``certificate.program``) or an

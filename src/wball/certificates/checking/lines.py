@@ -133,23 +133,22 @@ def _function(name: str, a: Span) -> Span:
     return _function_of(FUNCTIONS[getattr(torch.ops.aten, name).default], a)
 
 
-def _power(a: Any, exponent: Any) -> Span:
-    if not isinstance(a, Span) or not isinstance(exponent, (int, float)):
+def _square(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
+    nearest, furthest = (
+        torch.maximum(low, -high).clamp(min=0.0),
+        torch.maximum(low.abs(), high.abs()),
+    )
+    return nearest**2, furthest**2, 2 * low, 2 * high
+
+
+def _power(a: Any, n: Any) -> Span:
+    if not isinstance(a, Span) or not isinstance(n, (int, float)):
         raise Unfollowed("the checker does not follow exponents that are not numbers")
-    if not (exponent > 0 and float(exponent).is_integer()):
-        return _function("exp", _multiply(_function("log", a), exponent))
-
-    def raised(low: Tensor, high: Tensor, n: float) -> tuple[Tensor, Tensor]:
-        if n % 2 == 0:
-            nearest = torch.maximum(low, -high).clamp(min=0.0)
-            low, high = nearest, torch.maximum(low.abs(), high.abs())
-        return low**n, high**n
-
-    def bounds(low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-        slopes = raised(low, high, exponent - 1)
-        return *raised(low, high, exponent), *(exponent * slope for slope in slopes)
-
-    return _function_of(bounds, a)
+    if n <= 0 or n % 1:
+        return _function("exp", _multiply(_function("log", a), n))
+    if n % 2 == 0:
+        return _power(_function_of(_square, a), n / 2)
+    return a if n == 1 else _multiply(_power(a, n - 1), a)
 
 
 def _greater(a: Operand, b: Operand) -> Span:

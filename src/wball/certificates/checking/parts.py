@@ -99,7 +99,7 @@ class Proof:
         for (name, unit), sign in part.items():
             ends = (case.low if sign > 0 else case.high)[self.reads[name][1]]
             ends[unit] = sign * (sign * ends[unit]).clamp(min=0)
-        given = {} if leaf is None else self._parameters(part, leaf)
+        given = {} if leaf is None else self._parameters(leaf)
         try:
             for _ in range(ROUNDS):
                 case = Bounds(self.network, outer.images, case, against)
@@ -113,9 +113,8 @@ class Proof:
             return math.inf if against is None else POSITIVE
         return found.value
 
-    def _parameters(self, part: Part, leaf: Leaf) -> Parameters:
-        """Relaxation parameters stored in a leaf. A price is used only if this part has its
-        split."""
+    def _parameters(self, leaf: Leaf) -> Parameters:
+        """Relaxation parameters stored in a leaf."""
         given: Parameters = {}
         for kind, values in (("slope", leaf.slopes), ("share", leaf.shares)):
             for name, tensor in values.items():
@@ -125,8 +124,8 @@ class Proof:
         if leaf.box is not None and leaf.box.numel() == math.prod(self.network.shapes[0]):
             given["box", 0] = leaf.box.to("cpu", torch.float64).reshape(1, -1)
         for (name, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
-            if part.get((name, unit)) == sign:
-                index, _, size = self.reads[name]
+            index, _, size = self.reads.get(name, (0, 0, 0))
+            if 0 <= unit < size:
                 zero = torch.zeros(size, dtype=torch.float64)
                 given.setdefault(("price", index), zero)[unit] = sign * max(0.0, price)
         return given
