@@ -31,8 +31,8 @@ from wball.certificates.graph import (
     Input,
     Interval,
     Linear,
+    Move,
     Relu,
-    Reshape,
     Sum,
     back,
 )
@@ -52,7 +52,7 @@ class LinfBounds:
     def __init__(self, model: nn.Module, like: Tensor) -> None:
         self.graph: Graph = read_graph(model, like)
         for op in self.graph.ops:
-            if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Reshape, Relu)):
+            if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Move, Relu)):
                 raise UnsupportedModule(
                     f"provable training has no interval bound for {op.name!r} ({type(op).__name__}); "
                     "use Linear, Conv2d, ReLU, Flatten, sums and normalisation by constants"

@@ -23,7 +23,7 @@ from wball.certificates.complete.nodes import leaf_of
 from wball.certificates.graph import Graph
 from wball.certificates.operators import graph_of
 from wball.certificates.program import Program, ToExport, exported
-from wball.certificates.relaxation import Bounds, Relaxation
+from wball.certificates.relaxation import Bounds, Lower, Relaxation
 from wball.certificates.subject import (
     PLANS,
     SUBJECT,
@@ -322,10 +322,6 @@ def certify(
     check_classes_of(program, y)
     subject = subject_of(program, x, y, ball)
     graph = _graph(program, x, effort)
-    if graph is None:
-        clean = _clean_margin(program, x, y)
-        result = _result(clean, torch.full_like(clean, -math.inf), effort, "torch", 0.0 * clean)
-        return replace(result, subject=subject, program=program)
     spent = (time.monotonic() - start) / max(1, x.shape[0])
     effort = replace(effort, time_limit=max(time_limit - spent, 1e-3))
     result = _certify(program, graph, x, y, ball, effort)
@@ -335,95 +331,63 @@ def certify(
 
 def _certify(
     program: Program,
-    graph: Graph,
+    graph: Graph | None,
     x: Tensor,
     y: Tensor,
     ball: Ball,
     effort: CertifySettings,
 ) -> CertificateResult:
-    """:func:`certify` with checked arguments and a traced model."""
-    if x.shape[0] == 0:
-        empty = torch.zeros(0, dtype=torch.float64, device=x.device)
-        return _result(empty, empty, effort, "torch", empty)
-    step = effort.batch_size or _images_at_once(x)
-    margins, cleans, times, leaves = [], [], [], list[tuple[Leaf, ...]]()
-    seconds = x.shape[0] * min(effort.time_limit, effort.seconds(graph, x.device))
-    most = x.shape[0] * effort.time_limit
-    title = f"certify, {effort.method}, {max(1, seconds):.0f} to {most:.0f} s"
-    with bar(title, x.shape[0], show=effort.progress) as shown:
-        for index in torch.arange(x.shape[0], device=x.device).split(step):
+    """:func:`certify` with checked arguments and a traced model; without a graph nothing is
+    certified."""
+    count, kernel = x.shape[0], "torch"
+    clean = torch.zeros(count, dtype=torch.float64, device=x.device)
+    margin, seconds = torch.full_like(clean, -math.inf), torch.zeros_like(clean)
+    leaves: list[tuple[Leaf, ...] | None] = [()] * count
+    least = (
+        0.0 if graph is None else count * min(effort.time_limit, effort.seconds(graph, x.device))
+    )
+    title = f"certify, {effort.method}, {max(1, least):.0f} to {count * effort.time_limit:.0f} s"
+    with bar(title, count, show=effort.progress) as shown:
+        step = effort.batch_size or _images_at_once(x)
+        for index in torch.arange(count, device=x.device).split(step) if count else ():
             start = time.monotonic()
-            clean = _clean_margin(program, x[index], y[index])
-            batch = _BoundedBatch(graph, x[index], y[index], ball.take(index), effort, clean)
-            share = 0.5 if effort.method == "complete" else 1.0  # the rest is for the search
-            batch.deadline = start + share * effort.time_limit * index.shape[0]
-            shown.stage(index.shape[0], title)
-            found = batch.margin(shown)
-            shown.advance(index.shape[0])
-            margins.append(found)
-            cleans.append(clean)
-            leaves += batch.leaves
-            times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
-        taken = torch.tensor(times, dtype=torch.float64, device=x.device)
-        kernel = batch.source.kernel
-        result = _result(torch.cat(cleans), torch.cat(margins), effort, kernel, taken)
-        if effort.method != "complete":
-            return replace(result, leaves=tuple(leaves))
-        return _decide(program, graph, x, y, ball, result, effort.time_limit)
-
-
-def _result(
-    clean: Tensor, margin: Tensor, effort: CertifySettings, kernel: str, seconds: Tensor
-) -> CertificateResult:
-    """The result for bounds of the margins and the clean margins."""
+            clean[index] = _clean_margin(program, x[index], y[index])
+            if graph is not None:
+                share = 0.5 if effort.method == "complete" else 1.0  # the rest is for the search
+                deadline = start + share * effort.time_limit * len(index)
+                shown.stage(len(index), title)
+                some = ball.take(index), effort, clean[index], deadline
+                batch = _BoundedBatch(graph, x[index], y[index], *some)
+                margin[index], kernel = batch.margin(shown), batch.source.kernel
+                leaves[int(index[0]) : int(index[-1]) + 1] = batch.leaves
+            shown.advance(len(index))
+            seconds[index] = (time.monotonic() - start) / len(index)
+    broken, counterexample = torch.zeros_like(clean, dtype=torch.bool), None
+    if effort.method == "complete":
+        counterexample, leaves = x.clone(), [None] * count
+        left = ((margin <= 0) & (clean > 0)).nonzero()[:, 0]
+        if graph is not None and len(left):
+            memory, known = (_numbers_at_once(x), _room(x)), Answer.start(x[left], seconds[left])
+            about = ball.take(left), effort.plans, x[left], y[left]
+            search = Search(program, graph, *about, *memory, known)
+            answer = search.decide(margin[left], effort.time_limit, _searched(x))
+            margin[left] = torch.maximum(margin[left], answer.margin)
+            counterexample[left], broken[left] = answer.counterexample, answer.broken
+            seconds[left] = answer.seconds
+            for n, k in enumerate(left.tolist()):
+                leaves[k] = answer.leaves[n]
     certified = (margin > 0) & (clean > 0)
-    status = tuple(
-        CertificateStatus.CERTIFIED
-        if proved
-        else CertificateStatus.UNKNOWN
-        if right
-        else CertificateStatus.MISCLASSIFIED
-        for proved, right in zip(certified.tolist(), (clean > 0).tolist(), strict=True)
-    )
+    status = [CertificateStatus.UNKNOWN] * count
+    for found, name in (
+        (broken, CertificateStatus.FALSIFIED),
+        (certified, CertificateStatus.CERTIFIED),
+        (clean <= 0, CertificateStatus.MISCLASSIFIED),
+    ):
+        for k in found.nonzero()[:, 0].tolist():
+            status[k] = name
+    held = counterexample, () if graph is None else tuple(leaves)
     return CertificateResult(
-        certified, margin, status, effort.plans, effort.method, kernel, seconds
-    )
-
-
-def _decide(
-    program: Program,
-    graph: Graph,
-    x: Tensor,
-    y: Tensor,
-    ball: Ball,
-    found: CertificateResult,
-    time_limit: float,
-) -> CertificateResult:
-    """Branch and bound for images that are not certified yet."""
-    margin, certified, status = found.margin, found.certified, list(found.status)
-    counterexample, seconds = x.clone(), found.seconds
-    leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
-    left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
-    if left:
-        index = torch.tensor(left, device=x.device)
-        memory, nothing = (_numbers_at_once(x), _room(x)), Answer.start(x[index], seconds[index])
-        some = ball.take(index), found.plans, x[index], y[index]
-        search = Search(program, graph, *some, *memory, nothing)
-        answer = search.decide(margin[index], time_limit, _searched(x))
-        margin[index] = torch.maximum(margin[index], answer.margin)
-        certified[index], counterexample[index] = answer.proved, answer.counterexample
-        seconds[index] = answer.seconds
-        for n, k in enumerate(left):
-            leaves[k] = answer.leaves[n]
-            if answer.proved[n]:
-                status[k] = CertificateStatus.CERTIFIED
-            elif answer.broken[n]:
-                status[k] = CertificateStatus.FALSIFIED
-    return replace(
-        found,
-        status=tuple(status),
-        counterexample=counterexample,
-        leaves=tuple(leaves),
+        certified, margin, tuple(status), effort.plans, effort.method, kernel, seconds, *held
     )
 
 
@@ -566,20 +530,18 @@ class _BoundedBatch:
         ball: Ball,
         effort: CertifySettings,
         clean: Tensor,
+        deadline: float,
     ) -> None:
         self.graph, self.x, self.y, self.ball, self.effort = graph, x, y, ball, effort
-        self.clean, self.centre = clean, graph.values(x.to(torch.float64))
+        self.clean, self.deadline, self.bounds = clean, deadline, Bounds()
         self.source = ball.input_set(x, effort.plans)
-        self.bounds, self.deadline = Bounds(), math.inf
         self.leaves: list[tuple[Leaf, ...]] = [()] * x.shape[0]
 
-    def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
-        budget = _numbers_at_once(self.x)
-        if self.effort.method == "dual":
-            found = Relaxation(self.graph, source, "parallel", budget)
-        else:
-            centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
-            found = Relaxation(self.graph, source, budget=budget, centre=centre)
+    def _relaxation(self, source: InputSet, x: Tensor) -> Relaxation:
+        dual, budget = self.effort.method == "dual", _numbers_at_once(x)
+        centre = None if dual else self.graph.values(x.to(torch.float64))
+        lower: Lower = "parallel" if dual else "adaptive"
+        found = Relaxation(self.graph, source, lower, budget, centre)
         found.deadline = self.deadline
         return found
 
@@ -588,7 +550,7 @@ class _BoundedBatch:
         method, source = self.effort.method, self.source
         if method == "interval":
             source = intervals(source, self.deadline)
-        relaxation = self._relaxation(source)
+        relaxation = self._relaxation(source, self.x)
         layers = self.graph.relaxed()
         for number, position in enumerate(layers):
             relaxation.bound_layer(position, self.bounds)
@@ -632,7 +594,7 @@ class _BoundedBatch:
     ) -> None:
         some, x, y = self.bounds.take(left), self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.effort.plans).finer(reach)
-        relaxation = self._relaxation(source, left)
+        relaxation = self._relaxation(source, x)
         found = margins[left]
         if source.has_plans:
             if x.is_cuda:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,6 +54,10 @@ class Op(ABC):
     inputs: tuple[int, ...]
     shape: Shape
 
+    def forward(self, *values: Tensor) -> Tensor:
+        """Apply the operation, in the precision of the values."""
+        return values[0]
+
     def rounding(self, *read: Interval) -> Tensor | float:
         """What the computed value may be off by, in unit roundoffs, from intervals of what it
         reads."""
@@ -73,10 +76,6 @@ class Affine(Op):
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         """Carry rows back to the inputs: ``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k,
         h_k>``. Returns the constant (N,) and the rows."""
-
-    @abstractmethod
-    def forward(self, *values: Tensor) -> Tensor:
-        """Apply the operation, in the precision of the values."""
 
     @abstractmethod
     def spread(self, *radii: Tensor) -> Tensor:
@@ -108,42 +107,51 @@ def rounded(terms: Tensor | float, partial: Tensor, summed: Tensor) -> Tensor:
     return terms * (1 + 4 * SINGLE * terms) * partial + ULPS * summed
 
 
-def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(like.dtype)
-
-
 @dataclass(frozen=True)
-class Linear(Affine):
+class Weighted(Affine):
+    """An operation with weights and a bias."""
+
     weight: Tensor
     bias: Tensor | None
 
+    @abstractmethod
+    def apply(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The operation with other weights."""
+
+    def forward(self, *values: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(values[0].dtype)
+        return self.apply(values[0], self.weight, bias)
+
+    def spread(self, *radii: Tensor) -> Tensor:
+        return self.apply(radii[0], self.weight.abs(), None)
+
+    def constants(self) -> Tensor | float:
+        if self.bias is None:
+            return 0.0
+        return self.bias.double().abs().view(-1, *[1] * (self.weight.ndim - 2))
+
+    def terms(self, *sizes: Tensor) -> Tensor:
+        return self.apply((sizes[0] > 0).to(sizes[0]), self.weight != 0, None)
+
+
+@dataclass(frozen=True)
+class Linear(Weighted):
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
         flat = a.flatten(1, -2).sum(1) if a.ndim > 2 else a
         constant = a.new_zeros(a.shape[0]) if self.bias is None else flat @ self.bias.to(a.dtype)
         return constant, [rows.like(a @ self.weight.to(a.dtype))]
 
-    def forward(self, *values: Tensor) -> Tensor:
-        return F.linear(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]))
-
-    def spread(self, *radii: Tensor) -> Tensor:
-        return F.linear(radii[0], self.weight.to(radii[0].dtype).abs())
-
-    def constants(self) -> Tensor | float:
-        return 0.0 if self.bias is None else self.bias.double().abs()
-
-    def terms(self, *sizes: Tensor) -> Tensor:
-        return F.linear((sizes[0] > 0).to(sizes[0]), (self.weight != 0).to(sizes[0]))
+    def apply(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(value, weight.to(value.dtype), bias)
 
 
 @dataclass(frozen=True)
-class Conv2d(Affine):
+class Conv2d(Weighted):
     """A convolution with zero padding. ``weight`` gives the kernel, so average pooling is also
     one."""
 
     before: Shape
-    weight: Tensor
-    bias: Tensor | None
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
@@ -167,22 +175,9 @@ class Conv2d(Affine):
         )
         return constant, [trim(Rows(out, rows.image, corner), self.before)]
 
-    def forward(self, *values: Tensor) -> Tensor:
+    def apply(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        return F.conv2d(
-            values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings
-        )
-
-    def spread(self, *radii: Tensor) -> Tensor:
-        settings = (self.stride, self.padding, self.dilation, self.groups)
-        return F.conv2d(radii[0], self.weight.to(radii[0].dtype).abs(), None, *settings)
-
-    def constants(self) -> Tensor | float:
-        return 0.0 if self.bias is None else self.bias.double().abs()[:, None, None]
-
-    def terms(self, *sizes: Tensor) -> Tensor:
-        reads = replace(self, weight=(self.weight != 0).to(sizes[0]), bias=None)
-        return reads.forward((sizes[0] > 0).to(sizes[0]))
+        return F.conv2d(value, weight.to(value.dtype), bias, *settings)
 
 
 @dataclass(frozen=True)
@@ -230,51 +225,34 @@ class Sum(Affine):
 
 
 @dataclass(frozen=True)
-class Reshape(Affine):
-    """The same numbers in another shape."""
-
-    before: Shape
-
-    def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        whole = rows.dense(self.shape)
-        constant = whole.coeff.new_zeros(whole.coeff.shape[0])
-        return constant, [whole.like(whole.coeff.reshape(-1, *self.before))]
-
-    def forward(self, *values: Tensor) -> Tensor:
-        return values[0].reshape(-1, *self.shape)
-
-    def spread(self, *radii: Tensor) -> Tensor:
-        return self.forward(*radii)
-
-    def rounding(self, *read: Interval) -> float:
-        return 0.0
-
-
-@dataclass(frozen=True)
 class Move(Affine):
     """Values of other places, and constants: every value is ``(h_1, h_2, ..., 0)[index] + shift``.
 
     Attributes:
         before: the shapes of what is read.
-        index: for every value, its place among all that is read, flat.
+        index: for every value, its place among all that is read, flat; ``None`` for the same
+            numbers in another shape.
     """
 
     before: tuple[Shape, ...]
-    index: Tensor
-    shift: Tensor  # (1, *shape), float64
+    index: Tensor | None
+    shift: Tensor  # (1, *shape) or a 0, float64
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         whole = rows.dense(self.shape)
         constant = dot(whole.coeff, self.shift.to(whole.coeff.dtype).expand_as(whole.coeff))
-        sizes = [math.prod(shape) for shape in self.before]
-        parts = gathered(whole.coeff, self.index, sum(sizes) + 1)[:, :-1].split(sizes, 1)
-        shaped = (p.reshape(-1, *shape) for p, shape in zip(parts, self.before, strict=True))
-        return constant, [whole.like(part) for part in shaped]
+        sizes, flat = [math.prod(shape) for shape in self.before], whole.coeff.flatten(1)
+        if self.index is not None:
+            flat = gathered(flat, self.index, sum(sizes) + 1)[:, :-1]
+        parts = zip(flat.split(sizes, 1), self.before, strict=True)
+        return constant, [whole.like(part.reshape(-1, *shape)) for part, shape in parts]
 
     def forward(self, *values: Tensor) -> Tensor:
         return self.spread(*values) + self.shift.to(values[0].dtype)
 
     def spread(self, *radii: Tensor) -> Tensor:
+        if self.index is None:
+            return radii[0].reshape(-1, *self.shape)
         flat = [*(r.flatten(1) for r in radii), radii[0].new_zeros((radii[0].shape[0], 1))]
         return torch.cat(flat, 1)[:, self.index].reshape(-1, *self.shape)
 
@@ -294,12 +272,18 @@ def gathered(rows: Tensor, index: Tensor, size: int) -> Tensor:
 class Relu(Op):
     """``max(h, 0)`` in every coordinate."""
 
+    def forward(self, *values: Tensor) -> Tensor:
+        return values[0].relu()
+
 
 @dataclass(frozen=True)
 class Curved(Op):
     """A scalar function in every coordinate."""
 
     curve: Curve
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return self.curve(values[0])
 
     def relaxed(self, lines: Lines, rows: Rows) -> tuple[Tensor, Rows, Tensor]:
         """The line below the curve where a row's coefficient is positive, the one above where it
@@ -327,11 +311,10 @@ class Known(Op):
     before: Shape
     view: Tensor | None
 
-    def seen(self, value: Tensor) -> Tensor:
-        """Values of every image in the shape of the product."""
+    def forward(self, *values: Tensor) -> Tensor:
         if self.view is None:
-            return value
-        return value.flatten(1)[:, self.view].reshape(-1, *self.shape)
+            return values[0]
+        return values[0].flatten(1)[:, self.view].reshape(-1, *self.shape)
 
     def back(self, rows: Rows) -> Rows:
         if self.view is None:
@@ -357,6 +340,9 @@ class Product(Op):
         constant = (-a * c * d - a.abs() * r * s).flatten(1).sum(1)
         size = (a.detach().abs() * ((c * d).abs() + r * s)).flatten(1).sum(1)
         return constant, [rows.like(a * d), rows.like(a * c)], size
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return values[0] * values[1]
 
     def rounding(self, *read: Interval) -> Tensor:
         return 2 * size_of(read[0]) * size_of(read[1])
@@ -394,56 +380,33 @@ class Graph:
         carried back from each of them, on patches that grow until they cover the map."""
         total = 0.0
         for target in self.relaxed():
-            sides, cost = {self.ops[target].inputs[0]: 1.0}, 0.0
-            for position in range(target - 1, 0, -1):
-                side, op = sides.pop(position, None), self.ops[position]
-                if side is None:
-                    continue
+            side, cost, units = 1.0, 0.0, self.ops[self.ops[target].inputs[0]].shape
+            for op in reversed(self.ops[1:target]):
                 area = math.prod(min(side, length) for length in op.shape[1:])
-                cost += area * (
-                    op.weight.numel() if isinstance(op, (Conv2d, Linear)) else op.shape[0]
-                )
+                cost += area * (op.weight.numel() if isinstance(op, Weighted) else op.shape[0])
                 if isinstance(op, Conv2d):
                     side = (side - 1) * op.stride[0] + op.dilation[0] * (op.weight.shape[2] - 1) + 1
-                elif isinstance(op, (Linear, Reshape, Move)):
+                elif isinstance(op, (Linear, Move)):
                     side = math.inf
-                for source in op.inputs:
-                    sides[source] = max(side, sides.get(source, 0.0))
-            total += 2 * math.prod(self.ops[self.ops[target].inputs[0]].shape) * cost
+            total += 2 * math.prod(units) * cost
         return total
 
     @torch.no_grad()
-    def values(self, x: Tensor) -> dict[int, Tensor]:
-        """The input of each relaxed operation for the network input ``x``, in the precision of
-        ``x``."""
-        wanted = {self.ops[k].inputs[0] for k in self.relaxed()}
-        found = {position: value for position, value in self._run(x) if position in wanted}
-        return {k: found[self.ops[k].inputs[0]] for k in self.relaxed()}
+    def run(self, x: Tensor) -> list[Tensor]:
+        """The value of every operation for the network input ``x``, in the precision of ``x``."""
+        values = [x]
+        for op in self.ops[1:]:
+            values.append(op.forward(*(values[k] for k in op.inputs)))
+        return values
 
-    @torch.no_grad()
+    def values(self, x: Tensor) -> dict[int, Tensor]:
+        """The input of each relaxed operation."""
+        values = self.run(x)
+        return {k: values[self.ops[k].inputs[0]] for k in self.relaxed()}
+
     def logits(self, x: Tensor) -> Tensor:
         """The logits of the network."""
-        return deque(self._run(x), maxlen=1)[0][1]
-
-    def _run(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The value of every operation, in order. Each value is deleted after its last use."""
-        last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
-        held: dict[int, Tensor] = {0: x}
-        yield 0, x
-        for position, op in enumerate(self.ops[1:], 1):
-            sources = [held[k] for k in op.inputs]
-            if isinstance(op, Affine):
-                held[position] = op.forward(*sources)
-            elif isinstance(op, Curved):
-                held[position] = op.curve(sources[0])
-            elif isinstance(op, Product):
-                held[position] = sources[0] * sources[1]
-            else:
-                held[position] = op.seen(sources[0]) if isinstance(op, Known) else sources[0].relu()
-            yield position, held[position]
-            for source in op.inputs:
-                if last[source] == position:
-                    held.pop(source, None)
+        return self.run(x)[-1]
 
 
 def back(

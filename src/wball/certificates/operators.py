@@ -34,7 +34,6 @@ from wball.certificates.graph import (
     Op,
     Product,
     Relu,
-    Reshape,
     Shape,
     Sum,
 )
@@ -286,7 +285,8 @@ class _Reader:
         before = self.ops[source].shape
         if before == shape:
             return source
-        return self.add(Reshape(self.name, (source,), shape, before))
+        nothing = torch.zeros(1, dtype=torch.float64, device=self.device)
+        return self.add(Move(self.name, (source,), shape, (before,), None, nothing))
 
     def _linear(self, node: Node) -> Found:
         """An operator that is linear in what depends on the image, as it is."""
@@ -541,7 +541,7 @@ class _Reader:
         settings = *map(_pair, (stride, padding, dilation)), groups
         before = self.ops[place].shape
         kernel = self._value(weight)
-        return self.add(Conv2d(self.name, (place,), shape, before, kernel, held, *settings))
+        return self.add(Conv2d(self.name, (place,), shape, kernel, held, before, *settings))
 
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)

@@ -206,10 +206,8 @@ class Intervals:
         elif isinstance(op, Curved):
             lines = bounds.lines(place, op.curve)
             low, up = lines.least, lines.most
-        elif isinstance(op, Known):
-            low, up = op.seen(low), op.seen(up)
         else:
-            low, up = low.relu(), up.relu()
+            low, up = op.forward(low), op.forward(up)
         low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
         return (low + up) / 2, (up - low) / 2 * (1 + 1e-15)
 
@@ -659,7 +657,7 @@ def relaxed(
         for place in op.inputs:
             factor, (centre, radius) = graph.ops[place], bounds.range_of(place)
             assert isinstance(factor, Known)
-            factors.append((factor.seen(centre), factor.seen(radius)))
+            factors.append((factor.forward(centre), factor.forward(radius)))
         return op.relaxed(factors[0], factors[1], rows)
     assert isinstance(op, Curved)
     constant, row, size = op.relaxed(bounds.lines(position, op.curve), rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,15 +35,14 @@ RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
 """Step lengths of Adam by kind, relative; those of the box are in units of a row's largest
 coefficient, those of splits in units of the coefficient that the margin has on their unit."""
 
-FORGET = 0.9
-"""Of Adam's averages, each step."""
+FORGET = 0.9, 0.9
+"""Of both of Adam's averages, each step."""
 
 AGAIN = 4
 """How often more steps are given to nodes that are on their way to 0."""
 
-LOOK, ENOUGH = 4, 1e-3
-"""Steps between two looks at which nodes are done, and the bound in float32 that is enough: what
-counts may be a little lower."""
+ENOUGH = 1e-3
+"""The bound in float32 that is enough: what counts may be a little lower."""
 
 FIRST_LIMIT = 2**16
 """Numbers per image and pixel that the gains of a first convolution may hold, which has the
@@ -77,19 +76,10 @@ class Problems:
     index: Tensor
 
     def take(self, index: Tensor) -> Problems:
-        return Problems(
-            self.graph,
-            self.x[index],
-            self.y[index],
-            self.other[index],
-            self.source.take(index),
-            self.bounds.take(index),
-            {
-                k: (anchor.take(index), centre[index])
-                for k, (anchor, centre) in self.anchors.items()
-            },
-            self.index[index],
-        )
+        x, y, other = (part[index] for part in (self.x, self.y, self.other))
+        anchors = {k: (anchor.take(index), at[index]) for k, (anchor, at) in self.anchors.items()}
+        source, bounds = self.source.take(index), self.bounds.take(index)
+        return Problems(self.graph, x, y, other, source, bounds, anchors, self.index[index])
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -135,8 +125,7 @@ class Line:
     shift: Tensor
     bend: Tensor
     under: Tensor
-    crossing: Tensor
-    depth: Tensor
+    depth: Tensor  # positive where the unit is unstable
 
 
 @dataclass(frozen=True)
@@ -171,46 +160,31 @@ def trace_back(
             constant, parts, size = relaxed(graph, position, rows, problems.bounds)
             sizes.append(size)
             return constant, parts
-        low, up = (
-            problems.bounds.lower[position].to(dtype),
-            problems.bounds.upper[position].to(dtype),
-        )
         rows = rows.dense(op.shape)
-        sign = state["sign", position].to(dtype)
-        low, up = low[problem], up[problem]
-        low, up = (
-            torch.where(sign > 0, low.clamp(min=0), low),
-            torch.where(sign < 0, up.clamp(max=0), up),
-        )
-        slope, shift = upper_line(low, up)
         above, below = rows.coeff.clamp(max=0), rows.coeff.clamp(min=0)
-        crossing = (low < 0) & (up > 0)
-        under = torch.where(crossing, state["alpha", position].to(dtype).clamp(0.0, 1.0), slope)
-        bend = torch.zeros_like(slope)
+        sign, alpha, share, beta = (
+            state[kind, position].to(dtype) for kind in ("sign", "alpha", "share", "beta")
+        )
+        low, up = (
+            table[position].to(dtype)[problem]
+            for table in (problems.bounds.lower, problems.bounds.upper)
+        )
+        low = torch.where(sign > 0, low.clamp(min=0), low)
+        up = torch.where(sign < 0, up.clamp(max=0), up)
+        slope, shift = upper_line(low, up)
+        depth, bend = torch.minimum(up, -low), torch.zeros_like(slope)
+        under = torch.where(depth > 0, alpha.clamp(0.0, 1.0), slope)
         if position in problems.anchors:
             anchor, centre = problems.anchors[position]
-            share = state["share", position].to(dtype)
-            bend, left, begin, _ = anchored_line(low, up, centre.to(dtype)[problem], slope, shift)
-            bend, slope, shift = (
-                bend * share,
-                slope + share * (left - slope),
-                shift + share * (begin - shift),
-            )
+            at = centre.to(dtype)[problem]
+            bend, left, begin, _ = anchored_line(low, up, at, slope, shift)
+            bend, slope = bend * share, slope + share * (left - slope)
+            shift = shift + share * (begin - shift)
             charged[position] = anchor, rows.like(-above * bend)
-        lines[position] = Line(
-            rows.coeff,
-            slope,
-            shift,
-            bend,
-            under,
-            crossing,
-            torch.minimum(up, -low),
-        )
+        lines[position] = Line(rows.coeff, slope, shift, bend, under, depth)
         constant = dot(above, shift)
         sizes.append(constant.detach().abs())
-        return constant, [
-            rows.like(below * under + above * slope - sign * state["beta", position].to(dtype))
-        ]
+        return constant, [rows.like(below * under + above * slope - sign * beta)]
 
     target = len(graph.ops) - 1
     spec = torch.zeros((len(nodes), graph.ops[target].shape[0]), dtype=dtype, device=problem.device)
@@ -246,7 +220,7 @@ def trace_back(
 def sound(problems: Problems, nodes: Nodes) -> Nodes:
     """The nodes with bounds recomputed in float64, at least as high as before."""
     value = trace_back(problems, nodes, torch.float64).value
-    return Nodes(nodes.problem, torch.maximum(nodes.bound, value), nodes.state)
+    return replace(nodes, bound=torch.maximum(nodes.bound, value))
 
 
 @torch.no_grad()
@@ -273,86 +247,39 @@ def improve(
 def _climbed(
     problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float
 ) -> tuple[Nodes, Tensor]:
-    """The nodes with better parameters, and which of them are making progress towards 0.
-
-    Every :data:`LOOK` steps, nodes whose bound is above 0 are removed.
-    """
+    """The nodes with better parameters, and which of them are making progress towards 0."""
     first = trace_back(problems, nodes)
     best, units = first.value.clone(), _units(first)
     held = {key: value.clone() for key, value in nodes.state.items()}
     free = {
-        key: _Climber.start(value / units.get(key, 1.0))
+        key: (value / units.get(key, 1.0)).requires_grad_(True)
         for key, value in held.items()
         if key[0] in RATES
     }
     if not free:  # a network without activations, over a set without prices
         return nodes, torch.zeros_like(nodes.problem[:0])
-    now, mine = nodes, torch.arange(len(nodes), device=best.device)
-    decay = 0.1 ** (1.0 / max(1, steps))
+    adam = torch.optim.Adam([{"params": [value]} for value in free.values()], betas=FORGET)
     for step in range(steps + 1):
-        if step % LOOK == 0:
-            left = (best[mine] <= ENOUGH).nonzero()[:, 0]
-            if left.shape[0] < mine.shape[0]:
-                mine, now, units = (
-                    mine[left],
-                    now.take(left),
-                    {key: value[left] for key, value in units.items()},
-                )
-                free = {key: climber.take(left) for key, climber in free.items()}
-        if not mine.shape[0] or time.monotonic() > deadline:
+        if bool((best > ENOUGH).all()) or time.monotonic() > deadline:
             break
         with torch.set_grad_enabled(step < steps):
-            trial = {
-                key: c.value * units[key] if key in units else c.value for key, c in free.items()
-            }
-            value = trace_back(
-                problems, Nodes(now.problem, now.bound, {**now.state, **trial})
-            ).value
-            if step < steps:
-                (-value.sum()).backward()
-        better = (value > best[mine]).nonzero()[:, 0]
-        best[mine[better]] = value[better]
+            trial = {key: value * units.get(key, 1.0) for key, value in free.items()}
+            value = trace_back(problems, replace(nodes, state={**nodes.state, **trial})).value
+            loss = -value.sum()
+        better = (value > best).nonzero()[:, 0]
+        best[better] = value.detach()[better]
         for key, found in trial.items():
-            held[key][mine[better]] = found[better]
+            held[key][better] = found.detach()[better]
         if step < steps:
-            for (kind, _), climber in free.items():
-                climber.step(
-                    rate * RATES[kind] * decay**step,
-                    1.0 if kind in ("alpha", "share") else math.inf,
-                )
+            adam.zero_grad()
+            loss.backward()
+            for group, (kind, _) in zip(adam.param_groups, free, strict=True):
+                group["lr"] = rate * RATES[kind] * 0.1 ** (step / steps)
+            adam.step()
+            for (kind, _), value in free.items():
+                value.clamp_(0.0, 1.0 if kind in ("alpha", "share") else math.inf)
     rising = ((best <= ENOUGH) & (best - first.value > ENOUGH - best)).nonzero()[:, 0]
-    return Nodes(nodes.problem, nodes.bound, held), rising
-
-
-@dataclass
-class _Climber:
-    """Adam's parameters and averages, one row per node. Both averages have a decay of 0.9."""
-
-    value: Tensor
-    mean: Tensor
-    square: Tensor
-    kept: float = 1.0
-
-    @staticmethod
-    def start(value: Tensor) -> _Climber:
-        return _Climber(
-            value.requires_grad_(True), torch.zeros_like(value), torch.zeros_like(value)
-        )
-
-    def take(self, index: Tensor) -> _Climber:
-        value = self.value.detach()[index].requires_grad_(True)
-        return _Climber(value, self.mean[index], self.square[index], self.kept)
-
-    def step(self, rate: float, highest: float) -> None:
-        """One step against the gradient, within ``[0, highest]``."""
-        slope, self.value.grad = self.value.grad, None
-        if slope is None:  # the bound does not depend on it
-            return
-        self.kept *= FORGET
-        self.mean.lerp_(slope, 1 - FORGET)
-        self.square.lerp_(slope.square(), 1 - FORGET)
-        size = (self.square / (1 - self.kept)).sqrt_().add_(1e-8)
-        self.value.addcdiv_(self.mean, size, value=-rate / (1 - self.kept)).clamp_(0.0, highest)
+    return replace(nodes, state=held), rising
 
 
 def _units(traced: Traced) -> State:
@@ -434,7 +361,7 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
             )
             static = line.coeff.abs() * line.depth.clamp(min=0)
             score = (loose * static).sqrt() + 1e-6 * static
-            scores.append(torch.where(line.crossing, score, -torch.ones_like(score)).flatten(1))
+            scores.append(torch.where(line.depth > 0, score, -1.0).flatten(1))
     return scores, traced.value.detach(), z.detach()
 
 
