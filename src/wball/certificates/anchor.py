@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input, transposed
 from wball.cost import Move, moving
 from wball.input_sets import InputSet
-from wball.input_sets.rows import Charges, Rows, spread
+from wball.input_sets.rows import Charges, Rows
 from wball.inputs import dot, per_image
 
 LIMIT = 2**15
@@ -147,20 +147,6 @@ class ConvAnchor(Anchor):
             moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
             out = out.gather(2, place)
         return Charges(moves, out, into)
-
-    def gains(self, image: Tensor, unit: Tensor, active: Tensor | None) -> Charges:
-        """Gains of single units ``(U,)``, given by flat position: the kernel placed at each
-        unit."""
-        height, width = self.layer[1:]
-        place = unit % (height * width)
-        corner = (
-            place // width * self.stride[0] - self.padding[0] - self.radius,
-            place % width * self.stride[1] - self.padding[1] - self.radius,
-        )
-        kernel = self.kernel[unit // (height * width)].unflatten(1, (self.shape[0], -1))
-        read = spread(kernel[:, :, :-1], corner, image, active, self.shape)
-        into = Rows(kernel[:, :, -1], image, corner).dense(self.shape)
-        return Charges(read[:, :, :-1], read[:, :, -1], into.coeff)
 
 
 class UnitAnchor(Anchor):
@@ -306,28 +292,20 @@ class Bound:
 
 
 class Collector:
-    """Collects the gains of the units of one layer of shape ``shape``, for ``images`` images; at
-    most ``limit`` units per pixel."""
+    """Collects the gains of the units of one layer: of the most unstable ones of each image, at
+    most ``limit`` numbers per pixel, as many as fit into memory. The others keep the usual
+    lines."""
 
-    def __init__(
-        self,
-        source: InputSet,
-        images: int,
-        shape: tuple[int, ...],
-        device: torch.device,
-        limit: int,
-    ) -> None:
-        self.source, self.images, self.shape, self.limit = source, images, shape, limit
-        self._centre = torch.full(
-            (images, math.prod(shape)), math.inf, dtype=torch.float64, device=device
-        )
+    def __init__(self, source: InputSet, lower: Tensor, upper: Tensor, limit: int) -> None:
+        self.source, self.shape = source, lower.shape
+        depth = torch.minimum(upper, -lower).flatten(1)
+        self._centre = torch.full_like(depth, math.inf)
         self._parts: list[tuple[Tensor, ...]] = []
-        self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
-
-    def choose(self, lower: Tensor, upper: Tensor) -> None:
-        """Select the unstable units that fit into memory. The others keep the usual lines."""
-        found = chosen(lower, upper, self.source, self.limit)
-        self._chosen = self._chosen if found is None else found
+        self._chosen = torch.ones_like(depth, dtype=torch.bool)
+        most = max(1, limit * math.prod(source.shape) // source.gain_size)
+        if most < depth.shape[1]:
+            best = depth.topk(most, 1)
+            self._chosen = torch.zeros_like(self._chosen).scatter(1, best.indices, best.values > 0)
 
     def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
         """Add the units ``v`` whose rows bound ``-v`` from below: their values at the image and
@@ -354,25 +332,14 @@ class Collector:
         if not self._parts:
             return None
         image, unit, *gains = (torch.cat(part) for part in zip(*self._parts, strict=True))
-        anchor = UnitAnchor(self.shape, image, unit, Charges(*gains), self.images)
-        return anchor, self._centre.view(self.images, *self.shape)
+        layer, images = tuple(self.shape[1:]), self.shape[0]
+        anchor = UnitAnchor(layer, image, unit, Charges(*gains), images)
+        return anchor, self._centre.view(self.shape)
 
 
 def gain_bytes(source: InputSet) -> int:
     """Approximate number of bytes that the gains of one unit take."""
     return 4 * COPIES * source.gain_size
-
-
-def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor | None:
-    """``(images, units)``: the most unstable units of each image, as many as fit into memory;
-    ``None`` if all fit."""
-    low, up = lower.flatten(1), upper.flatten(1)
-    most = limit * math.prod(source.shape) // source.gain_size
-    if most >= low.shape[1]:
-        return None
-    depth = torch.minimum(up, -low)
-    best = depth.topk(max(1, most), 1)
-    return torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
 
 
 def multiplied(weight: Tensor, table: Tensor, values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -219,21 +220,12 @@ def _unpacked(tensors: Mapping[str, Tensor], notes: Any) -> CertificateResult:
     count, leaves = len(notes["status"]), notes.pop("leaves")
     if len(leaves) not in (0, count):
         raise ValueError(f"it has leaves of {len(leaves)} images, but {count} statuses")
-    parts: dict[tuple[int, int], dict[str, Tensor]] = {
-        (image, number): {}
-        for image, some in enumerate(leaves)
-        for number in range(len(some or ()))
-    }
-    place = {f"{image}.{number}": held for (image, number), held in parts.items()}
     columns: dict[str, Any] = {}
+    parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
         leaf, _, part = name.rpartition("/")
         if leaf:
-            kind, dot, activation = part.partition(".")
-            named = kind in ("slopes", "shares") or (kind, activation) == ("box", "0")
-            if leaf not in place or not (named and dot and value.is_floating_point()):
-                raise ValueError(f"it has an unknown tensor {name!r}")
-            place[leaf][part] = value.flatten()
+            parts[leaf][part] = value.flatten()
             continue
         like = COLUMNS.get(name, value.dtype if name == "counterexample" else None)
         flat = value.ndim == 1 or (name == "counterexample" and value.is_floating_point())
@@ -248,16 +240,14 @@ def _unpacked(tensors: Mapping[str, Tensor], notes: Any) -> CertificateResult:
         (columns["margin"][proved] > 0).all()
     ):
         raise ValueError("its margins or statuses contradict what it certifies")
-    found = []
-    for image, some in enumerate(leaves):
-        for number, (_, splits, prices) in enumerate(some or ()):
-            if len(splits) != len(prices):
-                raise ValueError(f"leaf {number} of image {image} has a price for each split only")
-        found.append(
-            None
-            if some is None
-            else tuple(Leaf.read(plain, parts[image, k]) for k, plain in enumerate(some))
-        )
+    found = [
+        None
+        if some is None
+        else tuple(Leaf.read(plain, parts.pop(f"{k}.{n}", {})) for n, plain in enumerate(some))
+        for k, some in enumerate(leaves)
+    ]
+    if parts:
+        raise ValueError(f"it has tensors of unknown leaves: {', '.join(sorted(parts))}")
     return CertificateResult(status=status, leaves=tuple(found), **columns, **notes)
 
 
@@ -498,13 +488,15 @@ def _clean_margin(program: Program, x: Tensor, y: Tensor) -> Tensor:
 def _images_at_once(x: Tensor) -> int:
     """Number of images to bound together; on a GPU their anchors take half a megabyte per pixel."""
     if x.is_cuda:
-        return min(512, max(2, free_bytes(x.device) // (2**19 * x[0].numel())))
-    return min(8, max(1, 2**13 // x[0].numel()))
+        return min(512, max(2, free_bytes(x.device) // (2**19 * x.shape[1:].numel())))
+    return min(8, max(1, 2**13 // x.shape[1:].numel()))
 
 
 def _searched(x: Tensor) -> int:
     """Number of images that branch and bound searches together."""
-    return min(64, max(1, free_bytes(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
+    return (
+        min(64, max(1, free_bytes(x.device) // (2**20 * x.shape[1:].numel()))) if x.is_cuda else 1
+    )
 
 
 def _room(x: Tensor) -> int:
@@ -594,12 +586,12 @@ class _BoundedBatch:
     ) -> None:
         some, x, y = self.bounds.take(left), self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.effort.plans).finer(reach)
-        relaxation = self._relaxation(source, x)
-        found = margins[left]
+        relaxation, found = self._relaxation(source, x), margins[left]
+        relaxation.single = steps > 0
         if source.has_plans:
             if x.is_cuda:
                 units = room / (gain_bytes(source) * len(self.graph.relaxed()))  # of one image
-                relaxation.limit = max(LIMIT, int(units * source.gain_size) // x[0].numel())
+                relaxation.limit = max(LIMIT, int(units * source.gain_size) // x.shape[1:].numel())
             if reach == CLOSE:
                 relaxation.bound_sums(some)
             for position in self.graph.relaxed():

@@ -285,6 +285,14 @@ def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 
     return scale * torch.relu(x) + alpha * scale * below
 
 
+def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    return [x.narrow(dim, sum(sizes[:k]), size) for k, size in enumerate(sizes)]
+
+
+def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [x.select(dim, k) for k in range(x.shape[dim])]
+
+
 def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return beta * bias + alpha * torch.bmm(a, b)
 
@@ -340,6 +348,8 @@ NORMAL: dict[Any, Callable[..., Any]] = {
     aten.elu.default: elu,
     aten.rrelu_with_noise_functional.default: rrelu,
     aten.baddbmm.default: baddbmm,
+    aten.split_with_sizes.default: split,
+    aten.unbind.int: unbind,
     aten.empty.memory_format: lambda size, *, memory_format=None, **about: torch.zeros(
         size, **about
     ),

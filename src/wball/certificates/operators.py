@@ -10,9 +10,8 @@ function of the same number, so that its lines are those of the whole (:class:`~
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,8 +79,7 @@ MOVES = known(
     "slice_scatter.default select_scatter.default copy.default pixel_shuffle.default "
     "pixel_unshuffle.default reflection_pad1d.default reflection_pad2d.default "
     "replication_pad1d.default replication_pad2d.default replication_pad3d.default "
-    "upsample_nearest2d.vec upsample_nearest2d.default where.self split_with_sizes.default "
-    "unbind.int"
+    "upsample_nearest2d.vec upsample_nearest2d.default where.self"
 )
 """Every value is one of those read, or a constant."""
 
@@ -135,14 +133,7 @@ def graph_of(program: Program, x: Tensor) -> Graph:
     return found
 
 
-@dataclass(frozen=True)
-class _Several:
-    """The positions of the results of one operator."""
-
-    parts: tuple[int, ...]
-
-
-Found = int | UnsupportedModule | _Several
+Found = int | UnsupportedModule
 Factor = tuple[int, Tensor | None]
 """The position of a factor, and the flat places of its numbers in the shape of the product."""
 
@@ -240,8 +231,9 @@ class _Reader:
         except UnsupportedModule as refusal:
             self.place[node] = refusal
             return
-        curved = isinstance(found, int) and isinstance(self.ops[found], Curved)
-        if curved or (len(self.roots[node]) > 1 and any(n in self.bent for n in sources)):
+        if isinstance(self.ops[found], Curved) or (
+            len(self.roots[node]) > 1 and any(n in self.bent for n in sources)
+        ):
             self.bent.add(node)
 
     def _alike(self, nodes: Sequence[Node]) -> bool:
@@ -253,22 +245,18 @@ class _Reader:
         whole = (n for n in reversed(self.roots[node][1:]) if isinstance(self.place[n], int))
         return next(whole, None)
 
-    def _position(self, node: Node) -> Found:
+    def _position(self, node: Node) -> int:
         """Add the operations of a node."""
-        target, sources = node.target, self.sources(node)
-        if target is operator.getitem:
-            several = self.place[sources[0]]
-            if isinstance(several, _Several):
-                return several.parts[int(node.args[1])]  # type: ignore[arg-type]
-        elif target in READERS:
+        target = node.target
+        if target in READERS:
             return READERS[target](self, node)
-        elif target in RESHAPES:
+        if target in RESHAPES:
             return self._reshape(node)
-        elif target in MOVES or target in SUMS:
+        if target in MOVES or target in SUMS:
             return self._linear(node)
-        elif target in JUMPS:
+        if target in JUMPS:
             raise self.refusal(node, "its result jumps")
-        elif curves.known(target):
+        if curves.known(target):
             return self._curve(node)
         raise self.refusal(node, "the operator is not known; wball.certificates.register adds one")
 
@@ -288,17 +276,13 @@ class _Reader:
         nothing = torch.zeros(1, dtype=torch.float64, device=self.device)
         return self.add(Move(self.name, (source,), shape, (before,), None, nothing))
 
-    def _linear(self, node: Node) -> Found:
+    def _linear(self, node: Node) -> int:
         """An operator that is linear in what depends on the image, as it is."""
-        value = self.values[node]
         if node.target in FACTORS and len(self._nodes(node.args)) > 1:
             raise self.refusal(node, "both factors depend on the image")
         if node.target is aten.index.Tensor and self._nodes(node.args[1]):
             raise self.refusal(node, "the index depends on the image")
-        moves = node.target in MOVES
-        if isinstance(value, (list, tuple)):
-            return _Several(tuple(self._moved(node, k) for k in range(len(value))))
-        return self._moved(node) if moves else self._summed(node)
+        return self._moved(node) if node.target in MOVES else self._summed(node)
 
     def _nodes(self, tree: Any) -> list[Any]:
         """The nodes in an argument that depend on the image, each as often as it occurs."""
@@ -306,7 +290,7 @@ class _Reader:
         map_arg(tree, found.append)
         return [n for n in found if n in self.place]
 
-    def _function(self, node: Node, part: int | None = None) -> Callable[..., Tensor]:
+    def _function(self, node: Node) -> Callable[..., Tensor]:
         """A node as a function of one image's values."""
         sources = self.sources(node)
         target: Any = VIEWS.get(node.target, node.target)
@@ -326,17 +310,16 @@ class _Reader:
 
             args, kwargs = map_arg((node.args, dict(node.kwargs)), fill)
             result = target(*args, **kwargs)
-            result = result if part is None else result[part]
             return result.reshape(_alone(result))
 
         return function
 
-    def _moved(self, node: Node, part: int | None = None) -> int:
+    def _moved(self, node: Node) -> int:
         """Which value comes from where, found by moving numbers."""
         places = tuple(self.at(n) for n in self.sources(node))
         before = tuple(self.ops[k].shape for k in places)
         sizes = [math.prod(shape) for shape in before]
-        function = self._function(node, part)
+        function = self._function(node)
         numbers = torch.arange(1.0, sum(sizes) + 1, dtype=torch.float64, device=self.device)
         parts = [n.reshape(s) for n, s in zip(numbers.split(sizes), before, strict=True)]
         shift = function(*map(torch.zeros_like, parts))
@@ -367,7 +350,7 @@ class _Reader:
 
     # ---- arithmetic
 
-    def _arithmetic(self, node: Node) -> Found:
+    def _arithmetic(self, node: Node) -> int:
         """Sums and products: with a constant, of two values, or as a part of a curve."""
         (first, second), sources = node.args[:2], self.sources(node)
         alpha = float(node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
@@ -460,7 +443,7 @@ class _Reader:
     def _bent(self, source: int) -> int:
         return self.add(Relu(self.name, (source,), self.ops[source].shape))
 
-    def _where(self, node: Node) -> Found:
+    def _where(self, node: Node) -> int:
         """``where(v > c, p, q)`` is ``q + s (v - c)^+`` if ``p - q = s (v - c)``."""
         condition, *parts = node.args
         if condition not in self.place:
@@ -497,7 +480,7 @@ class _Reader:
 
     # ---- layers with weights
 
-    def _matrix(self, node: Node) -> Found:
+    def _matrix(self, node: Node) -> int:
         """``x W + b`` and products of matrices."""
         first, second = _factors(node)
         if first in self.place and second in self.place:
@@ -531,7 +514,7 @@ class _Reader:
         found = self.add(Linear(self.name, (pairs,), (*whole[:-1], 1), ones, None))
         return self.reshaped(found, self.shape(node))
 
-    def _convolution(self, node: Node) -> Found:
+    def _convolution(self, node: Node) -> int:
         args: tuple[Any, ...] = node.args
         source, weight, bias, stride, padding, dilation, transposed, _, groups = args
         shape = self.shape(node)
@@ -546,7 +529,7 @@ class _Reader:
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
-READERS: dict[Any, Callable[[_Reader, Node], Found]] = {
+READERS: dict[Any, Callable[[_Reader, Node], int]] = {
     **dict.fromkeys(PLUS | TIMES, _Reader._arithmetic),
     aten.relu.default: _Reader._relu,
     aten.where.self: _Reader._where,

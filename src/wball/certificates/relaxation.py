@@ -148,85 +148,6 @@ class Bounds:
         return (low < 0) & (up > 0) & ~small
 
 
-class Intervals:
-    """Intervals of the values of a graph over an input set, coordinate by coordinate, from the
-    known bounds."""
-
-    def __init__(self, graph: Graph, source: InputSet) -> None:
-        self.graph, self.source = graph, source
-        self.found: dict[int, Interval] = {}
-        self._lost = torch.zeros_like(source.ranges()[0].flatten(1)[:, 0], dtype=torch.bool)
-
-    def start(self, position: int, bounds: Bounds) -> None:
-        """Bounds by one interval step from the bounds of earlier layers, which is cheap and
-        sufficient for many units."""
-        source = self.graph.ops[position].inputs[0]
-        self.reach(source, bounds)
-        centre, radius = self.found[source]
-        bounds.set(position, centre - radius, centre + radius)
-
-    def reach(self, target: int, bounds: Bounds) -> None:
-        """Find the intervals and the errors of all operations up to ``target``."""
-        for place in range(target + 1):
-            if place not in self.found:
-                self.found[place] = self._interval(place, bounds)
-
-    def _interval(self, place: int, bounds: Bounds) -> Interval:
-        op = self.graph.ops[place]
-        if isinstance(op, Input):
-            low, up = self.source.ranges()
-            return (low + up) / 2, (up - low) / 2
-        if isinstance(op, Affine):
-            read = [self.found[k] for k in op.inputs]
-            centre = op.forward(*(c for c, _ in read))
-            summed = op.spread(*map(size_of, read)) + op.constants() + centre.abs()
-            radius = op.spread(*(r for _, r in read)) + self.graph.allowance * summed
-        else:
-            product = isinstance(op, Product)
-            read = [self.found[k] for k in op.inputs] if product else [bounds.range_of(place)]
-            centre, radius = self._relaxed(place, op, read, bounds)
-            summed = centre.abs() + radius
-        rounding = op.rounding(*read)
-        if isinstance(op, Curved):
-            rounding = bounds.lines(place, op.curve).error
-        error = self._error(rounding, summed, place)
-        if error is not None:
-            error = error.expand(radius.shape)
-            bounds.errors[place] = torch.minimum(error, bounds.errors.get(place, error))
-            radius = radius + error
-        assert not bool((radius < 0).any()), f"{op.name}: negative radius"
-        return centre, radius.clamp(max=UNKNOWN)
-
-    def _relaxed(self, place: int, op: Op, read: list[Interval], bounds: Bounds) -> Interval:
-        """The values of an operation that is not affine."""
-        low, up = read[0][0] - read[0][1], read[0][0] + read[0][1]
-        if isinstance(op, Product):
-            centre, radius = read[1]
-            low, up = interval_product(low, up, centre - radius, centre + radius)
-        elif isinstance(op, Curved):
-            lines = bounds.lines(place, op.curve)
-            low, up = lines.least, lines.most
-        else:
-            low, up = op.forward(low), op.forward(up)
-        low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
-        return (low + up) / 2, (up - low) / 2 * (1 + 1e-15)
-
-    def _error(self, rounding: Tensor | float, size: Tensor, place: int) -> Tensor | None:
-        """What the model's values may be off by; ``None`` if they are exact.
-
-        An image for which any value may overflow has no bound, because 0 times infinity is not 0:
-        its logits may be off by anything.
-        """
-        error = torch.zeros_like(size) + (1.001 * self.graph.unit) * rounding
-        known = ((size <= self.graph.limit) & (error < UNKNOWN)).flatten(1).all(1)
-        self._lost = self._lost | ~known
-        if place == len(self.graph.ops) - 1:
-            error[self._lost] = UNKNOWN
-        elif isinstance(rounding, float) and rounding == 0.0:
-            return None
-        return error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
-
-
 class Relaxation:
     """Backward bounds of one graph over one input set.
 
@@ -242,6 +163,8 @@ class Relaxation:
         condition: bounds need hold only for images that satisfy it, if there is one.
         deadline: of ``time.monotonic``; no rows are bounded after it.
         limit: numbers per image and pixel that the gains of one layer may hold.
+        single: whether the gains of first convolutions are kept unit by unit, so that one product
+            charges many rows.
     """
 
     def __init__(
@@ -255,10 +178,11 @@ class Relaxation:
         self.graph, self.source, self.kind, self.budget = graph, source, lower, budget
         self.centre = centre
         self.condition: Condition | None = None
-        self.deadline, self.limit = math.inf, LIMIT
+        self.deadline, self.limit, self.single = math.inf, LIMIT, False
         low, _ = source.ranges()
         self.images, self.like = low.shape[0], low.new_zeros(0, dtype=torch.float64)
-        self._intervals = Intervals(graph, source)
+        self._found: dict[int, Interval] = {}  # of the values of operations
+        self._lost = torch.zeros(self.images, dtype=torch.bool, device=low.device)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
         self._chunks: dict[tuple[int, bool], int] = {}
 
@@ -346,9 +270,69 @@ class Relaxation:
         value = constant - largest - self.graph.allowance * (size + largest.abs())
         return Bound(value, at_input, charges, constant)
 
+    # ---- intervals and rounding
+
     def reach(self, target: int, bounds: Bounds) -> None:
-        """Find what the model's values may be off by, up to an operation."""
-        self._intervals.reach(target, bounds)
+        """Find the intervals of all operations up to ``target``, coordinate by coordinate from the
+        known bounds, and what the model's values may be off by."""
+        for place in range(target + 1):
+            if place not in self._found:
+                self._found[place] = self._interval(place, bounds)
+
+    def _interval(self, place: int, bounds: Bounds) -> Interval:
+        op = self.graph.ops[place]
+        if isinstance(op, Input):
+            low, up = self.source.ranges()
+            return (low + up) / 2, (up - low) / 2
+        if isinstance(op, Affine):
+            read = [self._found[k] for k in op.inputs]
+            centre = op.forward(*(c for c, _ in read))
+            summed = op.spread(*map(size_of, read)) + op.constants() + centre.abs()
+            radius = op.spread(*(r for _, r in read)) + self.graph.allowance * summed
+        else:
+            product = isinstance(op, Product)
+            read = [self._found[k] for k in op.inputs] if product else [bounds.range_of(place)]
+            centre, radius = self._relaxed(place, op, read, bounds)
+            summed = centre.abs() + radius
+        rounding = op.rounding(*read)
+        if isinstance(op, Curved):
+            rounding = bounds.lines(place, op.curve).error
+        error = self._error(rounding, summed, place)
+        if error is not None:
+            error = error.expand(radius.shape)
+            bounds.errors[place] = torch.minimum(error, bounds.errors.get(place, error))
+            radius = radius + error
+        assert not bool((radius < 0).any()), f"{op.name}: negative radius"
+        return centre, radius.clamp(max=UNKNOWN)
+
+    def _relaxed(self, place: int, op: Op, read: list[Interval], bounds: Bounds) -> Interval:
+        """The values of an operation that is not affine."""
+        low, up = read[0][0] - read[0][1], read[0][0] + read[0][1]
+        if isinstance(op, Product):
+            centre, radius = read[1]
+            low, up = interval_product(low, up, centre - radius, centre + radius)
+        elif isinstance(op, Curved):
+            lines = bounds.lines(place, op.curve)
+            low, up = lines.least, lines.most
+        else:
+            low, up = op.forward(low), op.forward(up)
+        low, up = low.clamp(min=-UNKNOWN), up.clamp(max=UNKNOWN)
+        return (low + up) / 2, (up - low) / 2 * (1 + 1e-15)
+
+    def _error(self, rounding: Tensor | float, size: Tensor, place: int) -> Tensor | None:
+        """What the model's values may be off by; ``None`` if they are exact.
+
+        An image for which any value may overflow has no bound, because 0 times infinity is not 0:
+        its logits may be off by anything.
+        """
+        error = torch.zeros_like(size) + (1.001 * self.graph.unit) * rounding
+        known = ((size <= self.graph.limit) & (error < UNKNOWN)).flatten(1).all(1)
+        self._lost = self._lost | ~known
+        if place == len(self.graph.ops) - 1:
+            error[self._lost] = UNKNOWN
+        elif isinstance(rounding, float) and rounding == 0.0:
+            return None
+        return error.nan_to_num(UNKNOWN).clamp(max=UNKNOWN)
 
     # ---- whole layers
 
@@ -393,7 +377,7 @@ class Relaxation:
             if len(op.shape) > 1:
                 continue
             self.reach(place, bounds)
-            centre, radius = self._intervals.found[op.inputs[0]]
+            centre, radius = self._found[op.inputs[0]]
             weight = op.weight.to(self.like)
             signed = torch.cat([weight.clamp(min=0), -weight.clamp(max=0)])
 
@@ -424,40 +408,33 @@ class Relaxation:
         bound: theirs may stay infinite. ``anchored`` uses the anchors of earlier layers and leaves
         one for this layer.
         """
-        op = self.graph.ops[position]
-        shape = self.graph.ops[op.inputs[0]].shape
-        known = position in bounds.lower
-        gains = None
-        if anchored and isinstance(op, Relu):
-            gains = Collector(self.source, self.images, shape, self.like.device, self.limit)
-        if not known:
-            self._intervals.start(position, bounds)
-        ready = gains is not None and self._shared_gains(position, bounds)
-        if not known:
-            known = self._bound_convolution(position, bounds)
-            ready = ready or known
+        op, first = self.graph.ops[position], position not in bounds.lower
+        bends = isinstance(op, Relu)
+        if first:
+            self.reach(op.inputs[0], bounds)
+            centre, radius = self._found[op.inputs[0]]
+            bounds.set(position, centre - radius, centre + radius)
+        shared = anchored and bends and self._shared_gains(position, bounds)
+        known = not first or self._bound_convolution(position, bounds)
+        ready = shared or (first and known)
         if ready and known and self.condition is None:
             return  # rows could not improve on it
-        done: Tensor | None = None
-        if not isinstance(op, Relu):
-            every = bounds.wide(position).flatten().nonzero()[:, 0]
-        else:
-            every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
-            if not known and self.centre is not None:
-                # The side that could prove a unit stable comes first: then the other one is not
-                # needed.
-                likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
-                every = self._without_hope(position, bounds, every, likely)
-                self._bound_units(position, bounds, every, likely[every])
-                done = likely if gains is None else None
-                every = every[bounds.worth_a_row(position).flatten()[every]]
-        if gains is not None and not ready:
-            self._bound_with_gains(position, bounds, every, gains)
+        gains = anchored and bends and not ready
+        worth = bounds.worth_a_row if bends else bounds.wide
+        every = worth(position).flatten().nonzero()[:, 0]
+        sides = [-self.like.new_ones(every.shape), self.like.new_ones(every.shape)]
+        if bends and not known and self.centre is not None:
+            # The side that could prove a unit stable comes first: then the other one is not needed.
+            likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
+            every = self._without_hope(position, bounds, every, likely)
+            self._bound_units(position, bounds, every, likely[every])
+            every = every[worth(position).flatten()[every]]
+            sides = [-likely[every]]
+        if gains:
+            self._bound_with_gains(position, bounds, every)
             return
-        for side in (-1.0, 1.0):
-            some = every if done is None else every[done[every] != side]
-            sign = torch.full(some.shape, side, device=self.like.device)
-            self._bound_units(position, bounds, some, sign, anchored)
+        for sign in sides:
+            self._bound_units(position, bounds, every, sign, anchored)
         bounds.changed(position)
 
     def _bound_convolution(self, position: int, bounds: Bounds) -> bool:
@@ -488,12 +465,10 @@ class Relaxation:
             error = op.spread(error) + bounds.errors.get(place, 0.0)
         return error
 
-    def _bound_with_gains(
-        self, position: int, bounds: Bounds, every: Tensor, gains: Collector
-    ) -> None:
+    def _bound_with_gains(self, position: int, bounds: Bounds, every: Tensor) -> None:
         """Bound units from below, then those still unstable from above, and create an anchor from
         the gains of the latter."""
-        gains.choose(bounds.lower[position], bounds.upper[position])
+        gains = Collector(self.source, bounds.lower[position], bounds.upper[position], self.limit)
         self._bound_units(position, bounds, every, self.like.new_ones(every.shape), True)
         every = every[bounds.worth_a_row(position).flatten()[every]]
         self._bound_units(position, bounds, every, -self.like.new_ones(every.shape), True, gains)
@@ -503,10 +478,8 @@ class Relaxation:
 
     def _shared_gains(self, position: int, bounds: Bounds) -> bool:
         """Whether the units share their gains, as those of a first convolution do: their anchor
-        needs no rows, or was given."""
-        if position in self.anchors:
-            return True
-        if not self.source.shares_moves or self.centre is None:
+        needs no rows."""
+        if self.single or not self.source.shares_moves or self.centre is None:
             return False
         if (convolution := image_convolution(self.graph, position)) is None:
             return False

@@ -67,7 +67,6 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
     monkeypatch.setattr(certificate, "_room", lambda x: 1)
     monkeypatch.setattr(search.Search, "attack", lambda *_: None)
     if few:  # gains of a few units a layer
-        monkeypatch.setattr(bound, "FIRST_LIMIT", 60)
         monkeypatch.setattr(relaxation, "LIMIT", 60)
     sizes: list[int] = []
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, charge, chosen, gain_bytes
+from wball.certificates.anchor import Anchor, UnitAnchor, charge, gain_bytes
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Graph, Relu, back
 from wball.certificates.relaxation import (
@@ -28,7 +28,7 @@ from wball.certificates.relaxation import (
     upper_line,
 )
 from wball.input_sets import InputSet
-from wball.input_sets.rows import Charges, Rows, rounded_up
+from wball.input_sets.rows import Charges, Rows
 from wball.inputs import dot, per_image
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
@@ -43,10 +43,6 @@ AGAIN = 4
 
 ENOUGH = 1e-3
 """The bound in float32 that is enough: what counts may be a little lower."""
-
-FIRST_LIMIT = 2**16
-"""Numbers per image and pixel that the gains of a first convolution may hold, which has the
-most units."""
 
 CANDIDATES, TRIED = 8, 1024
 """Units whose splits are tried before one is chosen. On a hard digit of a network trained for l-inf
@@ -365,30 +361,13 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
     return scores, traced.value.detach(), z.detach()
 
 
-def listed(
-    anchor: Anchor, centre: Tensor, bounds: Bounds, position: int, source: InputSet
-) -> tuple[UnitAnchor, Tensor]:
-    """Convert an anchor to a list of the gains of its unstable units, so that one product charges
-    many rows.
-
-    Also returns the units' values at the images; ``inf`` for units left out for lack of memory.
-    """
-    if isinstance(anchor, UnitAnchor):
-        return anchor, centre
-    assert isinstance(anchor, ConvAnchor)
-    unstable = bounds.unstable(position)
-    images = unstable.shape[0]
-    some = chosen(bounds.lower[position], bounds.upper[position], source, FIRST_LIMIT)
-    if some is not None:
-        unstable = unstable & some.view_as(unstable)
-        centre = torch.where(unstable, centre, math.inf)
-    image, unit = unstable.flatten(1).nonzero(as_tuple=True)
-    parts = []
-    for here in torch.arange(image.shape[0], device=image.device).split(128):
-        found = anchor.gains(image[here], unit[here], source.active)
-        parts.append(tuple(rounded_up(part) for part in (found.moves, found.out, found.into)))
-    gains = Charges(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    return UnitAnchor(anchor.layer, image, unit, gains, images), centre
+def unit_anchors(relaxation: Relaxation) -> dict[int, tuple[UnitAnchor, Tensor]]:
+    """The anchors of a relaxation that lists the gains of every unit."""
+    found = dict[int, tuple[UnitAnchor, Tensor]]()
+    for position, (anchor, centre) in relaxation.anchors.items():
+        assert isinstance(anchor, UnitAnchor)
+        found[position] = anchor, centre
+    return found
 
 
 def open_problems(
@@ -396,8 +375,7 @@ def open_problems(
 ) -> Problems:
     """The problem of each pair of an image and a competing class ``other``."""
     graph, source = relaxation.graph, relaxation.source
-    anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
-    every = torch.arange(y.shape[0], device=y.device)
+    anchors, every = unit_anchors(relaxation), torch.arange(y.shape[0], device=y.device)
     problems = Problems(graph, x, y, y, source, bounds, anchors, every).take(image)
     problems.other, problems.index = other, torch.arange(image.shape[0], device=y.device)
     return problems

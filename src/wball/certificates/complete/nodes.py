@@ -98,9 +98,14 @@ class Leaf:
         """Build the leaf from these tensors and a list of class, splits and prices."""
         held: dict[str, dict[str, Tensor]] = {"slopes": {}, "shares": {}, "box": {}}
         for name, value in tensors.items():
-            kind, _, activation = name.partition(".")
+            kind, dot, activation = name.partition(".")
+            odd = kind not in held or not dot or (kind == "box" and activation != "0")
+            if odd or not value.is_floating_point():
+                raise ValueError(f"a leaf has an unknown tensor {name!r}")
             held[kind][activation] = value
         other, splits, prices = plain
+        if len(splits) != len(prices):
+            raise ValueError("a leaf has a price for each split only")
         slopes, shares, box = held.values()
         return Leaf(other, tuple(map(tuple, splits)), tuple(prices), slopes, shares, box.get("0"))
 

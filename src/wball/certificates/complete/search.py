@@ -32,10 +32,10 @@ from wball.certificates.complete.bound import (
     Problems,
     choose_splits,
     improve,
-    listed,
     open_problems,
     together,
     trace_back,
+    unit_anchors,
 )
 from wball.certificates.complete.nodes import Closed, Leaf, Nodes
 from wball.certificates.condition import condition
@@ -194,7 +194,7 @@ class Search:
     def relaxation(self, source: InputSet, x: Tensor, deadline: float) -> Relaxation:
         centre = self.graph.values(x.to(torch.float64))
         relaxation = Relaxation(self.graph, source, budget=self.numbers, centre=centre)
-        relaxation.deadline = deadline
+        relaxation.deadline, relaxation.single = deadline, True
         return relaxation
 
     def _prove(self, left: Tensor, deadline: float) -> None:
@@ -319,8 +319,7 @@ class Group:
         problems, bounds = problems.copied()
         for position in self.search.graph.relaxed():
             relaxation.bound_layer(position, bounds, anchored=True)
-        anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
-        problems = replace(problems, source=source, anchors=anchors)
+        problems = replace(problems, source=source, anchors=unit_anchors(relaxation))
         return problems, improve(problems, nodes, ROUND_STEPS, 0.3)
 
     def _rounds(
@@ -359,11 +358,8 @@ class Group:
             relaxation.condition = condition(rows, row.charges, row.largest, row.constant, centre)
             relaxation.bound_layer(position, bounds, anchored=source.has_plans)
             empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
-            anchors = {k: anchor for k, anchor in problems.anchors.items() if k != position}
-            if position in relaxation.anchors:
-                found = listed(*relaxation.anchors[position], bounds, position, source)
-                anchors[position] = relaxation.anchors[position] = found
-            problems = replace(problems, anchors=anchors)
+            kept = {k: anchor for k, anchor in problems.anchors.items() if k > position}
+            problems = replace(problems, anchors={**kept, **unit_anchors(relaxation)})
         return problems, empty
 
     # ---- the tree
