@@ -301,16 +301,16 @@ class Collector:
         depth = torch.minimum(upper, -lower).flatten(1)
         self._centre = torch.full_like(depth, math.inf)
         self._parts: list[tuple[Tensor, ...]] = []
-        self._chosen = torch.ones_like(depth, dtype=torch.bool)
+        self.chosen = torch.ones_like(depth, dtype=torch.bool)
         most = max(1, limit * math.prod(source.shape) // source.gain_size)
         if most < depth.shape[1]:
             best = depth.topk(most, 1)
-            self._chosen = torch.zeros_like(self._chosen).scatter(1, best.indices, best.values > 0)
+            self.chosen = torch.zeros_like(self.chosen).scatter(1, best.indices, best.values > 0)
 
     def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
         """Add the units ``v`` whose rows bound ``-v`` from below: their values at the image and
         their gains, if ``v`` may be above 0."""
-        keep = ((bound.value <= 0) & self._chosen[image, unit]).nonzero()[:, 0]
+        keep = ((bound.value <= 0) & self.chosen[image, unit]).nonzero()[:, 0]
         if keep.shape[0] == 0:
             return
         at_input, charges, constant = bound.at_input, bound.charges, bound.constant

@@ -573,7 +573,8 @@ class _BoundedBatch:
         if left.numel() == 0 or time.monotonic() > self.deadline:
             return
         groups = [left]
-        places = [k for k in self.graph.relaxed() if image_convolution(self.graph, k) is None]
+        every = self.graph.relaxed()
+        places = [k for k in every if steps or image_convolution(self.graph, k) is None]
         if self.x.is_cuda and self.source.has_plans and places:
             units = [self.bounds.unstable(k)[left].flatten(1).sum(1) for k in places]
             size = gain_bytes(self.source.finer(reach)) * torch.stack(units).sum(0)

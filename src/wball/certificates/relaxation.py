@@ -467,10 +467,14 @@ class Relaxation:
 
     def _bound_with_gains(self, position: int, bounds: Bounds, every: Tensor) -> None:
         """Bound units from below, then those still unstable from above, and create an anchor from
-        the gains of the latter."""
+        the gains of the latter. Those of a first convolution are bounded already: only the gains
+        are missing."""
         gains = Collector(self.source, bounds.lower[position], bounds.upper[position], self.limit)
-        self._bound_units(position, bounds, every, self.like.new_ones(every.shape), True)
-        every = every[bounds.worth_a_row(position).flatten()[every]]
+        if self.condition is None and image_convolution(self.graph, position) is not None:
+            every = every[gains.chosen.flatten()[every]]
+        else:
+            self._bound_units(position, bounds, every, self.like.new_ones(every.shape), True)
+            every = every[bounds.worth_a_row(position).flatten()[every]]
         self._bound_units(position, bounds, every, -self.like.new_ones(every.shape), True, gains)
         found = gains.anchor()
         if found is not None:
