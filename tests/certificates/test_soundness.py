@@ -21,6 +21,7 @@ from reproduction.networks import SmallResNet
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.anchor import ImageConvolution
 from wball.certificates.certificate import Method
+from wball.certificates.graph import Linear
 from wball.certificates.operators import read_graph
 from wball.input_sets.rows import rounded_up
 
@@ -270,3 +271,45 @@ def test_wide_kernels_count_moves_inside_them_that_are_not_listed() -> None:
         full = wball.WassersteinBall(eps, wball.GridCost(47), box=None)
         risen = full.support(x, row).value - (row * x).sum()
         assert float(bound) >= float(risen) - 1e-9
+
+
+def test_sums_in_any_order_round_by_no_more_than_is_allowed() -> None:
+    """Ascending terms keep every partial sum below 0 until the end, descending ones above it."""
+    draw = np.random.default_rng(0)
+    weight = torch.from_numpy(draw.normal(size=(5, 3000)).astype(np.float32))
+    read = torch.from_numpy(draw.random((1, 3000)).astype(np.float32))
+    op = Linear("sum", (0,), (5,), weight, None)
+    exactly = read.double(), torch.zeros(1, 3000, dtype=torch.float64)
+    allowed = 2.0**-24 * torch.as_tensor(op.rounding(exactly))[0]
+    terms = (weight * read).numpy()
+    exact = (weight.double() * read.double()).sum(1)
+    for order in (np.sort(terms), np.sort(terms)[:, ::-1], draw.permuted(terms, axis=1)):
+        computed = torch.from_numpy(np.cumsum(order, 1)[:, -1].astype(np.float64))
+        assert bool(((computed - exact).abs() <= allowed).all())
+    assert bool((allowed < 0.6 * 2.0**-24 * 3000 * (weight * read).abs().sum(1)).all())
+
+
+def test_sums_bounded_as_rows_round_by_less_and_hold_at_every_point() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3)
+    ).eval()
+    x, ball = torch.rand(2, 1, 4, 4), wball.WassersteinBall(0.1, wball.GridCost(window=7))
+    graph, known = read_graph(net, x), relaxation.Bounds()
+    found = relaxation.Relaxation(graph, ball.input_set(x, "full"))
+    for position in graph.relaxed():
+        found.bound_layer(position, known)
+    last = len(graph.ops) - 1
+    found.reach(last, known)
+    before = dict(known.errors)
+    found.bound_sums(known)
+    sums = [k for k, op in enumerate(graph.ops) if isinstance(op, Linear)]
+    assert all(bool((known.errors[k] <= before[k]).all()) for k in sums)
+    assert any(bool((known.errors[k] < 0.9 * before[k]).all()) for k in sums)
+    for _ in range(20):
+        z = ball.support(x, torch.randn(x.shape)).point
+        values = graph.run(z.double())
+        for k in sums:
+            op, read = graph.ops[k], values[graph.ops[k].inputs[0]]
+            here = graph.unit * torch.as_tensor(op.rounding((read, 0 * read)))
+            assert bool((here <= known.errors[k]).all())

@@ -367,17 +367,14 @@ def _certify(
             for n, k in enumerate(left.tolist()):
                 leaves[k] = answer.leaves[n]
     certified = (margin > 0) & (clean > 0)
-    status = [CertificateStatus.UNKNOWN] * count
-    for found, name in (
-        (broken, CertificateStatus.FALSIFIED),
-        (certified, CertificateStatus.CERTIFIED),
-        (clean <= 0, CertificateStatus.MISCLASSIFIED),
-    ):
-        for k in found.nonzero()[:, 0].tolist():
-            status[k] = name
+    of = CertificateStatus
+    status = tuple(
+        of.CERTIFIED if c else of.FALSIFIED if b else of.UNKNOWN if right else of.MISCLASSIFIED
+        for c, b, right in torch.stack([certified, broken, clean > 0], 1).tolist()
+    )
     held = counterexample, () if graph is None else tuple(leaves)
     return CertificateResult(
-        certified, margin, tuple(status), effort.plans, effort.method, kernel, seconds, *held
+        certified, margin, status, effort.plans, effort.method, kernel, seconds, *held
     )
 
 
