@@ -483,7 +483,8 @@ class WassersteinBall(Ball):
 
     def kernel(self, x: Tensor) -> str:
         """Name of the implementation used for such images."""
-        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(as_images(x[:1])))
+        grid = x[:1] if x.ndim == 4 else x[:1, None, None, :]
+        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(grid))
 
     def oracle(self, x: Tensor, **options: Any) -> TransportOracle:
         """Maps the potentials of an attack to points of the ball; options of
