@@ -390,6 +390,12 @@ def moving(moves: Iterable[Move]) -> list[Move]:
     return [move for move in moves if move[:3] != (0, 0, 0)]
 
 
+def rings_of(costs: Sequence[float]) -> dict[float, slice]:
+    """Where the moves of each cost are in a list that is sorted by cost."""
+    first = {cost: costs.index(cost) for cost in costs}
+    return {cost: slice(start, start + costs.count(cost)) for cost, start in first.items()}
+
+
 def _cheapest_first(moves: Iterable[Move]) -> list[Move]:
     return sorted(moves, key=lambda move: (move[3], move[:3] != (0, 0, 0), move[:3]))
 

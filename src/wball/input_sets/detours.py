@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball.cost import GridCost, moving, rings_of
+
 Offset = tuple[int, int]
 
 
@@ -88,16 +90,10 @@ def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -
     there are none."""
     number = {offset: k for k, offset in enumerate(listed)}
     top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
-    ends = [
-        (r, c)
-        for r in range(-top, top + 1)
-        for c in range(-top, top + 1)
-        if abs(r) < height and abs(c) < width
-    ]
-    found: dict[Offset, Offset] = {}
+    found: dict[Offset, tuple[Offset, float]] = {}
     limit = math.inf
-    for r, c in sorted(ends, key=lambda end: end[0] ** 2 + end[1] ** 2):
-        if (r, c) in number or (r, c) == (0, 0):
+    for r, c, _, cost in moving(GridCost(2 * top + 1, power).moves(height, width)):
+        if (r, c) in number:
             continue
         ways = [
             (a, b)
@@ -107,15 +103,13 @@ def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -
         if not ways:
             limit = math.hypot(r, c)
             break
-        found[r, c] = min(ways, key=lambda way: (math.hypot(2 * way[0] - r, 2 * way[1] - c), way))
+        way = min(ways, key=lambda way: (math.hypot(2 * way[0] - r, 2 * way[1] - c), way))
+        found[r, c] = way, cost
     kept = [end for end in found if math.hypot(*end) < limit]  # all of a length, or none
     if not kept:
         return None
-    costs = [float(r * r + c * c) ** (power / 2) for r, c in kept]
-    order = sorted(range(len(kept)), key=lambda k: (costs[k], kept[k]))
-    kept, costs = [kept[k] for k in order], [costs[k] for k in order]
-    rings = {d: slice(costs.index(d), costs.index(d) + costs.count(d)) for d in sorted(set(costs))}
-    halfway = tuple(found[end] for end in kept)
+    halfway = tuple(found[end][0] for end in kept)
+    rings = rings_of([found[end][1] for end in kept])
     first = tuple(number[way] for way in halfway)
     second = tuple(number[r - a, c - b] for (r, c), (a, b) in zip(kept, halfway, strict=True))
     return Detours(tuple(kept), first, second, halfway, rings, limit)

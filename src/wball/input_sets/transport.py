@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.cost import DenseCost, GridCost, GroundCost, moving
+from wball.cost import DenseCost, GridCost, GroundCost, moving, rings_of
 from wball.input_sets.base import ROUNDS, InputSet, Plans
 from wball.input_sets.detours import Detours, constant, detours
 from wball.input_sets.rows import Charges, Rows, inside, read_patches, rounded_up, spread
@@ -107,11 +107,7 @@ class TransportSet(InputSet):
             self.power = None
         self.radius = max((max(abs(r), abs(c)) for r, c, *_ in self.moves), default=0)
         self.listed = moving(self.moves)  # in the order of all lists of gains and charges
-        prices = [d for *_, d in self.listed]
-        self.rings = {
-            d: slice(prices.index(d), prices.index(d) + prices.count(d))
-            for d in sorted(set(prices))
-        }
+        self.rings = rings_of([price for *_, price in self.listed])
         self.active, self._held = self._list_active()
         self.kernel = dispatch.choose("row_maximum", x, cost.arcs(grid))
         self.shares_moves = self.matrix is None
