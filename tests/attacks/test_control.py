@@ -14,7 +14,7 @@ from wball import (
     WassersteinBall,
 )
 from wball.attacks import control, standard
-from wball.attacks.attack import AttackStatus, Task
+from wball.attacks.attack import AttackStatus, Task, updated
 from wball.attacks.standard import Member
 from wball.attacks.views import View
 from wball.model import Model
@@ -108,7 +108,7 @@ def test_members_begin_at_the_best_attempt_so_far(
         members = (begin, Member("margin", step_size=0.1, steps=1, from_best=from_best))
         monkeypatch.setitem(standard.MEMBERS, "fast", members)
         monkeypatch.setattr(
-            standard, "_is_better", lambda best, index, found: torch.ones_like(found.success)
+            standard, "updated", lambda *given: updated(*given[:3], torch.ones_like(given[3]))
         )
         found = StandardAttack(BALL, version="fast", check=False)(*case)
         assert found.member is not None

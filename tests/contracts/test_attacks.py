@@ -32,7 +32,6 @@ from wball import (
 from wball.attacks import Attack, AttackStatus
 from wball.attacks.attack import updated
 from wball.attacks.base import RunnerUp
-from wball.attacks.standard import _is_better
 from wball.ball import WassersteinBall
 from wball.kernels import dispatch
 from wball.result import Duals, ProjectionResult
@@ -290,7 +289,8 @@ def test_an_ensemble_tells_what_its_best_member_found() -> None:
     survived, masked, broken = AttackStatus.SURVIVED, AttackStatus.NO_GRADIENT, AttackStatus.FOUND
     first = told([survived, survived, masked, masked, survived], [1.0, 2.0, 3.0, 4.0, 5.0])
     second = told([broken, masked, survived, masked], [0.5, 9.0, 0.0, 0.0])
-    merged = updated(first, torch.arange(4), second, _is_better(first, torch.arange(4), second))
+    better = torch.tensor([True, True, False, False])
+    merged = updated(first, torch.arange(4), second, better)
     assert merged.status == (broken, survived, survived, masked, survived)
     assert merged.success.tolist() == [True, False, False, False, False]
     assert merged.loss.tolist() == merged.images.flatten().tolist() == [0.5, 9.0, 3.0, 4.0, 5.0]
