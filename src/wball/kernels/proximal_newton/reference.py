@@ -37,9 +37,9 @@ def proximal_newton(
     coldest = torch.maximum(COLDEST * heat, problem.tau)
     centre, room = (problem.x, 1 / heat) if linear else (torch.zeros_like(start), sharp)
     last = s = State(start, best.psi.clone(), heat, centre, room, torch.full_like(heat, DAMPING))
-    rises = sharp > 0
-    while active.numel():
-        here, at = problem.take(active), Dual(problem.take(active), s)
+    at, rises = Dual(problem, s), sharp > 0
+    while True:
+        here, s = at.problem, at.at
         cold, mass, span = s.heat <= coldest, here.x.flatten(1).sum(1), largest(s.u)
         steep = here.columns.target if linear else here.columns.target - at.columns
         span = span.maximum(largest(steep))  # what a repair of the residual costs
@@ -49,26 +49,28 @@ def proximal_newton(
         settled = ~rises | (worth <= goal.maximum(ROUNDING * mass * span * span / s.heat))
         ends = (n_iter[active] >= max_iter) | (settled & cold & (sharp <= SHARPEST))
         settled |= ends | problem.deadline.late
-        _keep(here.take(settled), at, settled, active[settled], best)
-        left = ~(ends | problem.deadline.late | (settled & here.done(best, active)))
-        # Potentials are nearly linear in the temperature.
-        far, far_psi = (s.u - last.u) / COOLING, (s.psi - last.psi) / COOLING
-        further = State(
-            torch.where(per_image(cold, far), s.u, s.u + far),
-            torch.where(cold, s.psi, (s.psi + far_psi).clamp(min=0)),
-            (s.heat / COOLING).maximum(coldest),
-            at.columns if linear else s.centre,
-            COOLING * s.room if linear else s.room,
-            torch.full_like(s.heat, DAMPING),
-        )
-        sharp = torch.where(settled & cold, SHARPER * sharp, sharp)[left]
-        last, s = s.where(settled, last), further.where(settled, s)
-        active, coldest = active[left], coldest[left]
-        last, s = (State(*(values[left] for values in state)) for state in (last, s))
-        if active.numel():
-            s, rises = ascend(problem.take(active), s)
-            n_iter[active] += 1
-    return n_iter
+        if bool(settled.any()):
+            _keep(here.take(settled), at, settled, active[settled], best)
+            left = ~(ends | problem.deadline.late | (settled & here.done(best, active)))
+            # Potentials are nearly linear in the temperature.
+            far, far_psi = (s.u - last.u) / COOLING, (s.psi - last.psi) / COOLING
+            further = State(
+                torch.where(per_image(cold, far), s.u, s.u + far),
+                torch.where(cold, s.psi, (s.psi + far_psi).clamp(min=0)),
+                (s.heat / COOLING).maximum(coldest),
+                at.columns if linear else s.centre,
+                COOLING * s.room if linear else s.room,
+                torch.full_like(s.heat, DAMPING),
+            )
+            sharp = torch.where(settled & cold, SHARPER * sharp, sharp)[left]
+            last, s = s.where(settled, last), further.where(settled, s)
+            active, coldest = active[left], coldest[left]
+            last, s = (State(*(values[left] for values in state)) for state in (last, s))
+            if not active.numel():
+                return n_iter
+            at = Dual(problem.take(active), s)
+        at, rises = ascend(at)
+        n_iter[active] += 1
 
 
 def _keep(problem: Problem, at: Dual, which: Tensor, index: Tensor, best: Best) -> None:

@@ -116,9 +116,9 @@ class Dual:
         return d, d_psi
 
 
-def ascend(problem: Problem, s: State) -> tuple[State, Tensor]:
+def ascend(at: Dual) -> tuple[Dual, Tensor]:
     """A Newton step, shortened until the dual rises, and which images it moved."""
-    at = Dual(problem, s)
+    problem, s = at.problem, at.at
     d, d_psi = at.direction()
     # Stop where psi reaches 0: beyond it another set of variables is free.
     stops = (d_psi < 0) & (s.psi > 0)
@@ -128,15 +128,18 @@ def ascend(problem: Problem, s: State) -> tuple[State, Tensor]:
     for _ in range(HALVINGS):
         psi = s.psi + length * d_psi
         psi = torch.where(psi > 1e-14 * s.psi, psi, 0.0)  # exactly 0, despite rounding
-        new = s._replace(u=s.u + per_image(length, d) * d, psi=psi)
+        new = Dual(problem, s._replace(u=s.u + per_image(length, d) * d, psi=psi))
         promised = length * dot(at.gradient, d) + at.slope * (psi - s.psi)
-        rises = Dual(problem, new).value >= at.value + 1e-4 * promised - rounding
+        rises = new.value >= at.value + 1e-4 * promised - rounding
         if bool(rises.all()):
             break
         length = torch.where(rises, length, 0.5 * length)
+    else:
+        new = Dual(problem, new.at.where(rises, s))
     stiffer = (s.damping / RELAX).clamp(max=DAMPING)
-    new = new._replace(damping=torch.where(length == whole, RELAX * s.damping, stiffer))
-    return new.where(rises, s), rises
+    damping = torch.where(length == whole, RELAX * s.damping, stiffer)
+    new.at = new.at._replace(damping=damping)
+    return new, rises
 
 
 def spread(values: Tensor) -> Tensor:
