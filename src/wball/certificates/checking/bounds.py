@@ -137,9 +137,8 @@ class Bounds:
         """The range of the values of a node, and what the model's rounding adds to it."""
         node = self.network.nodes[index]
         if node is None:
-            low, high = self.images.ranges()
-            self.size.append(0 * low)
-            return low, high, 0 * low
+            self.size.append(0 * self.images.low)
+            return self.images.low, self.images.high, self.size[0]
         if not isinstance(node, Linear) or node.factors:
             for before in node.before:
                 self._limit(index, isinstance(node, Kink), before)

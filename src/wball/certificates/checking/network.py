@@ -144,13 +144,6 @@ def _name(node: Node) -> str:
     return name if space == "aten" and not overload.endswith("_mode") else str(node.target)
 
 
-def _nodes(tree: Any) -> list[Node]:
-    """The nodes in an argument, each as often as it occurs."""
-    found: list[Node] = []
-    map_arg(tree, found.append)
-    return found
-
-
 def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -237,8 +230,8 @@ class Network:
         return _real(value) and torch.finfo(value.dtype).eps > self.kind.eps
 
     def _reads(self, node: Node) -> list[Node]:
-        """What a node reads that depends on the image, each as often as it is read."""
-        return [n for n in _nodes((node.args, dict(node.kwargs))) if n in self.root]
+        """What a node reads that depends on the image."""
+        return [n for n in node.all_input_nodes if n in self.root]
 
     def _shape(self, node: Node) -> Shape:
         return tuple(getattr(self.values[node], "shape", ()))
@@ -276,7 +269,7 @@ class Network:
             return self._add(
                 Curve((self.places[self.root[node]],), self._function(node)), value.shape
             )
-        before = [self.places[n] for n in dict.fromkeys(self._needs(node))]
+        before = [self.places[n] for n in self._needs(node)]
         if name == "relu":
             return self._add(Kink((before[0],), node.name), value.shape)
         return self._linear(node, before)
@@ -340,7 +333,7 @@ class Network:
                 "it is not linear in what depends on the image, and not a function of one value "
                 "that is known (wball.certificates.register adds one)",
             )
-        reads = list(dict.fromkeys(self._reads(node)))
+        reads = self._reads(node)
         start = FACTORS.get(name, 0)
         constants = {n: self._constant(self.values[n]) for n in node.all_input_nodes}
 

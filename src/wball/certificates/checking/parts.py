@@ -26,8 +26,8 @@ it."""
 POSITIVE = torch.finfo(torch.float64).tiny
 """Margin of a part that was proved by contradiction: nothing more is known."""
 
-Part = dict[tuple[str, int], int]
-"""Signs of units: by name of the kink and place of the unit in what it reads."""
+Part = dict[tuple[int, int], int]
+"""Signs of units: by kink and place of the unit in what it reads."""
 
 
 class Proof:
@@ -36,8 +36,8 @@ class Proof:
 
     def __init__(self, network: Network, label: int, leaves: tuple[Leaf, ...]) -> None:
         self.network, self.label, self.leaves = network, label, leaves
-        self.reads = {
-            node.name: (index, node.before[0], math.prod(network.shapes[index]))
+        self.kinks = {
+            node.name: (index, math.prod(network.shapes[index]))
             for index, node in enumerate(network.nodes)
             if isinstance(node, Kink)
         }
@@ -57,18 +57,7 @@ class Proof:
             if min(best.values()) > 0:
                 break
         for other, value in best.items():
-            leaves = [
-                (
-                    {
-                        (k, u): sign
-                        for k, u, sign in leaf.splits
-                        if 0 <= u < self.reads.get(k, (0, 0, 0))[2]
-                    },
-                    leaf,
-                )
-                for leaf in self.leaves
-                if leaf.other == other
-            ]
+            leaves = [self._read(leaf) for leaf in self.leaves if leaf.other == other]
             if not value > 0 and leaves:
                 best[other] = max(value, self._part({}, whole, other, leaves))
             if not best[other] > 0:
@@ -76,14 +65,14 @@ class Proof:
         return min(best.values())
 
     def _part(
-        self, part: Part, outer: Bounds, other: int, leaves: list[tuple[Part, Leaf]]
+        self, part: Part, outer: Bounds, other: int, leaves: list[tuple[Part, Parameters]]
     ) -> float:
         """The bound of one part inside an ``outer`` one; ``leaves`` are those of the certificate in
         it."""
         cuts = [signs.keys() - part.keys() for signs, _ in leaves]
         shared = set.intersection(*cuts) if len(leaves) > 1 else None
         if not shared:
-            return self._bounded(part, outer, other, leaves[0][1] if leaves else None)
+            return self._bounded(part, outer, other, leaves[0][1] if leaves else {})
         cut, least = min(shared), math.inf
         for sign in (1, -1):
             inside = [leaf for leaf in leaves if leaf[0][cut] == sign]
@@ -92,14 +81,15 @@ class Proof:
                 break
         return least
 
-    def _bounded(self, part: Part, outer: Bounds, other: int, leaf: Leaf | None) -> float:
+    def _bounded(self, part: Part, outer: Bounds, other: int, given: Parameters) -> float:
         """Bound one part, and then bound it again assuming that the margin is at most 0."""
         case, against = copy(outer), None
         case.low, case.high = ([v.clone() for v in ends] for ends in (outer.low, outer.high))
-        for (name, unit), sign in part.items():
-            ends = (case.low if sign > 0 else case.high)[self.reads[name][1]]
+        for (kink, unit), sign in part.items():
+            node = self.network.nodes[kink]
+            assert node is not None
+            ends = (case.low if sign > 0 else case.high)[node.before[0]]
             ends[unit] = sign * (sign * ends[unit]).clamp(min=0)
-        given = {} if leaf is None else self._parameters(leaf)
         try:
             for _ in range(ROUNDS):
                 case = Bounds(self.network, outer.images, case, against)
@@ -113,19 +103,20 @@ class Proof:
             return math.inf if against is None else POSITIVE
         return found.value
 
-    def _parameters(self, leaf: Leaf) -> Parameters:
-        """Relaxation parameters stored in a leaf."""
-        given: Parameters = {}
+    def _read(self, leaf: Leaf) -> tuple[Part, Parameters]:
+        """The signs of a leaf and its relaxation parameters."""
+        signs, given = Part(), Parameters()
         for kind, values in (("slope", leaf.slopes), ("share", leaf.shares)):
             for name, tensor in values.items():
-                if name in self.reads and tensor.numel() == self.reads[name][2]:
-                    flat = tensor.to("cpu", torch.float64).flatten()
-                    given[kind, self.reads[name][0]] = flat
+                kink, size = self.kinks.get(name, (0, -1))
+                if tensor.numel() == size:
+                    given[kind, kink] = tensor.to("cpu", torch.float64).flatten()
         if leaf.box is not None and leaf.box.numel() == math.prod(self.network.shapes[0]):
             given["box", 0] = leaf.box.to("cpu", torch.float64).reshape(1, -1)
         for (name, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
-            index, _, size = self.reads.get(name, (0, 0, 0))
+            kink, size = self.kinks.get(name, (0, -1))
             if 0 <= unit < size:
+                signs[kink, unit] = sign
                 zero = torch.zeros(size, dtype=torch.float64)
-                given.setdefault(("price", index), zero)[unit] = sign * max(0.0, price)
-        return given
+                given.setdefault(("price", kink), zero)[unit] = sign * max(0.0, price)
+        return signs, given

@@ -48,6 +48,7 @@ class Supported:
 
     Attributes:
         point: the image, after a 1; ``most``: the largest magnitudes in the ball.
+        low, high: the least and the largest value of every pixel, flat.
     """
 
     def __init__(self, ball: Ball, x: Tensor) -> None:
@@ -57,10 +58,6 @@ class Supported:
         self.most = torch.cat([self.point[:1], torch.maximum(low.abs(), high.abs())])
         room = gamma(16) * (self.most + self.point.abs())[1:]
         self.low, self.high = low - room, high + room
-
-    def ranges(self) -> tuple[Tensor, Tensor]:
-        """Least and largest value of every pixel, flat."""
-        return self.low, self.high
 
     def highest(self, rows: Tensor, prices: Tensor | None = None) -> Tensor:
         """Upper bounds of rows over the ball, (R,), without prices."""
@@ -76,6 +73,7 @@ class Transport:
     Attributes:
         point: the image, after a 1 and before the mass of each move, which is 0 there; ``most``:
             the largest magnitudes in the ball.
+        low, high: the least and the largest value of every pixel, flat.
     """
 
     def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans, near: float) -> None:
@@ -121,18 +119,11 @@ class Transport:
                 listed.append(torch.where(group, cost, math.inf).amin(1, keepdim=True))
         self.price = torch.cat(listed, 1)  # (sources, moves), inf where there is none
 
-    def ranges(self) -> tuple[Tensor, Tensor]:
-        """Least and largest value of every pixel, flat."""
-        return self.low, self.high
-
-    def _maps(self, rows: Tensor) -> Tensor:
-        """Coefficients of pixels, (R, planes, pixels)."""
-        return rows[:, 1 : 1 + len(self.high)].view(-1, *self.planes)
-
     def gains(self, rows: Tensor) -> Tensor:
         """An upper bound of what each move of a unit of mass adds, (R, sources, moves); ``-inf``
         where there is no move."""
-        maps, charges = self._maps(rows), rows[:, 1 + len(self.high) :]
+        pixels, charges = rows[:, 1:].split([len(self.high), self.price.numel()], 1)
+        maps = pixels.view(-1, *self.planes)
         stay = maps[:, self.plane, self.pixel][..., None]
         parts = [maps[:, self.plane[:, None], self.target]]
         for reach in self.reaches:
@@ -202,12 +193,9 @@ def domain(ball: Ball, x: Tensor, plans: Plans, near: float) -> Supported | Tran
     listed one by one."""
     if type(ball) is WassersteinBall:
         return Transport(ball, x, plans, near)
-    try:
-        if isinstance(ball, WassersteinBall):
-            raise NotImplementedError("plans of a subclass may be others")
-        return Supported(ball, x)
-    except NotImplementedError as error:
+    if isinstance(ball, WassersteinBall) or type(ball).support is Ball.support:
         raise Unfollowed(
-            "ball must be a WassersteinBall or have a support function to be checked, got "
-            f"{type(ball).__name__}: {error}"
-        ) from None
+            "ball must be a WassersteinBall, or have a support function and no plans, to be "
+            f"checked, got {type(ball).__name__}"
+        )
+    return Supported(ball, x)
