@@ -21,44 +21,31 @@ def row_maximum(
     """See :mod:`wball.kernels.row_maximum`."""
     precision, dtype, limit = torch.float64 if exact else torch.float32, field.stay.dtype, budget
     seen, budget = field.to(precision), budget.to(precision)
-    low, high = torch.zeros_like(budget), _steepest(seen, step)
-    (value_low, cost_low), (value_high, cost_high) = _at(seen, low), _at(seen, high)
-    value_high = value_high + budget * high
-    psi = torch.where(value_high < value_low, high, low)
-    best, k = torch.minimum(value_low, value_high), 0
+    top = _steepest(seen, step)
+    low, high = _at(seen, 0 * top, budget), _at(seen, top, budget)
+    (psi, best, _), k = torch.where(high[1] < low[1], high, low), 0
     for k in range(rounds):
         # The tangents at both ends meet below the minimum, and soon at it.
-        slope_low, slope_high = budget - cost_low, budget - cost_high
+        slope_low, slope_high = budget - low[2], budget - high[2]
         drop = slope_high - slope_low
-        meet = value_low - value_high + slope_high * high - slope_low * low
-        meet = torch.where(drop > 0, meet / drop.clamp(min=1e-30), high).clamp(low, high)
-        below = value_low + slope_low * (meet - low)
-        flat = (best - below <= FLAT * (best.abs() + value_low.abs())) | (slope_low >= 0)
+        meet = low[1] - high[1] + slope_high * high[0] - slope_low * low[0]
+        meet = torch.where(drop > 0, meet / drop.clamp(min=1e-30), high[0]).clamp(low[0], high[0])
+        below = low[1] + slope_low * (meet - low[0])
+        flat = (best - below <= FLAT * (best.abs() + low[1].abs())) | (slope_low >= 0)
         if exact and bool(flat.all()):
             break
-        trial = 0.5 * (low + high) if k % 3 == 2 else meet
+        trial = 0.5 * (low[0] + high[0]) if k % 3 == 2 else meet
         # The budget is small against the mass: the best psi is near the top, and 0 a bad end.
-        trial = torch.where(low > 0, trial, DOWN * high)
-        worth, cost = _at(seen, trial)
-        value, over = worth + budget * trial, cost > budget
-        psi, best = torch.where(value < best, trial, psi), torch.minimum(value, best)
-        keep = over, flat & exact
-        low, value_low, cost_low = _moved(keep, (low, value_low, cost_low), (trial, value, cost))
-        keep = ~over, keep[1]
-        high, value_high, cost_high = _moved(
-            keep, (high, value_high, cost_high), (trial, value, cost)
+        new = _at(seen, torch.where(low[0] > 0, trial, DOWN * high[0]), budget)
+        (psi, best), over = (
+            torch.where(new[1] < best, new[:2], torch.stack((psi, best))),
+            new[2] > budget,
         )
-    psi, low, high = psi.to(dtype), low.to(dtype), high.to(dtype)
+        low = torch.where(over & ~(flat & exact), new, low)
+        high = torch.where(over | (flat & exact), high, new)
+    psi, low, high = psi.to(dtype), low[0].to(dtype), high[0].to(dtype)
     value = worth_of(field, psi) + psi * limit.to(dtype)
     return RowMaximum(value, psi, low, high, torch.full_like(limit, k, dtype=torch.long))
-
-
-def _moved(
-    where: tuple[Tensor, Tensor], end: tuple[Tensor, ...], trial: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """The end of a bracket, at the trial in rows that move it and are not done."""
-    moves, done = where
-    return [torch.where(moves & ~done, new, old) for old, new in zip(end, trial, strict=True)]
 
 
 def _steepest(field: Field, step: float) -> Tensor:
@@ -85,15 +72,15 @@ def worth_of(field: Field, psi: Tensor) -> Tensor:
     return (best * field.mass).sum((1, 2)) + _elsewhere(field, psi)[0]
 
 
-def _at(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and what the cheapest of the best moves cost."""
+def _at(field: Field, psi: Tensor, budget: Tensor) -> Tensor:
+    """A price, the bound there, and what the cheapest of the best moves cost, ``(3, N)``."""
     score = field.worth - psi.view(-1, 1, 1, 1) * field.cost
     best = score.amax(2)
     toll = torch.where(score >= best[:, :, None], field.cost, math.inf).amin(2)
     cost = (torch.where(best > field.stay, toll, 0.0) * field.mass).sum((1, 2))
     worth = (torch.maximum(best, field.stay) * field.mass).sum((1, 2))
     value, paid = _elsewhere(field, psi)
-    return worth + value, cost + paid
+    return torch.stack((psi, worth + value + budget * psi, cost + paid))
 
 
 def _either_side(a: Tensor, moves: Moves, found: RowMaximum) -> tuple[Tensor, Tensor]:
