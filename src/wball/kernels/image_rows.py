@@ -172,12 +172,8 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def repaired(p, share, sweeps, flow, z):  # type: ignore[no-untyped-def]
-    """The feasible plan near the shares, in ``flow``. Returns its objective and its entropy
-    term."""
-    for a in range(flow.shape[0]):
-        for k in range(flow.shape[1]):
-            flow[a, k] = p.mass[a] * share[a, k]
+def repaired(p, sweeps, flow, z):  # type: ignore[no-untyped-def]
+    """Make the plan ``flow`` feasible. Returns its objective and its entropy term."""
     if p.tau == 0.0:  # opposite flows waste budget, but the entropy requires them
         cancel(p, flow)
     if p.hi < math.inf or p.lo > 0.0:

@@ -279,13 +279,13 @@ def _normalise(shares):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _write(shares, out):  # type: ignore[no-untyped-def]
-    """Write the shares of all moves, also those that are 0, to ``out``."""
+def _write(p, shares, flow):  # type: ignore[no-untyped-def]
+    """Write the plan of the shares, with one number for each move, to ``flow``."""
     count, move, part = shares.count, shares.move, shares.part
-    fill(out, 0.0)
+    fill(flow, 0.0)
     for a in range(count.size):
         for i in range(count[a]):
-            out[a, move[a, i]] = part[a, i]
+            flow[a, move[a, i]] = p.mass[a] * part[a, i]
 
 
 @compiled(inner=True)
@@ -479,7 +479,7 @@ def _solve(p, goal, chosen, u, best_flow, best_u, found):  # type: ignore[no-unt
     ``found`` as in :func:`wball.kernels.image_rows.opened`.
     """
     n, shape, steps, method = u.size, p.end.shape, 0, chosen.method
-    gradient, z, flow, share = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape)
+    gradient, z, flow = np.empty(n), np.empty(n), np.empty(shape)
     shares, centre = _shares(shape), _shares(shape)
     _normalise(centre)  # all mass stays
     end = np.empty(shape, np.uint32)
@@ -526,8 +526,8 @@ def _solve(p, goal, chosen, u, best_flow, best_u, found):  # type: ignore[no-unt
                 precision *= settings.SHARPER if final else 1.0
                 sigma = min(settings.COOLING * sigma, coldest)
         if shown:
-            _write(shares, share)
-            primal, spread = repaired(p, share, goal.repair_sweeps, flow, z)
+            _write(p, shares, flow)
+            primal, spread = repaired(p, goal.repair_sweeps, flow, z)
             if primal < found[0]:
                 found[0], entropy = primal, spread
                 copy(flow, best_flow)
