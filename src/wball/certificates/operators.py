@@ -154,7 +154,7 @@ class _Reader:
         self.place: dict[Node, Found] = {}
         self.roots: dict[Node, tuple[Node, ...]] = {}
         self.bent: set[Node] = set()
-        self.values: dict[Node, Any] = {
+        self.values: dict[Any, Any] = {
             program.image: torch.zeros((1, *program.shape), dtype=program.dtype, device=device)
         }
         self.values |= program.constants
@@ -197,11 +197,6 @@ class _Reader:
         if isinstance(found, UnsupportedModule):
             raise found
         assert isinstance(found, int)
-        return found
-
-    def _value(self, node: Any) -> Tensor:
-        """The value of a node at batch 1, for an image of zeros."""
-        found: Tensor = self.values[node]
         return found
 
     def shape(self, node: Any) -> Shape:
@@ -485,16 +480,16 @@ class _Reader:
         first, second = _factors(node)
         if first in self.place and second in self.place:
             return self._pairs(node, first, second)
-        plain = first in self.place and self._value(second).ndim == 2 and not node.kwargs
+        plain = first in self.place and self.values[second].ndim == 2 and not node.kwargs
         bias = node.args[0] if node.target is aten.addmm.default else None
-        if not plain or bias in self.place or (bias is not None and self._value(bias).ndim != 1):
+        if not plain or bias in self.place or (bias is not None and self.values[bias].ndim != 1):
             return self._linear(node)
-        weight = self._value(second).T
+        weight = self.values[second].T
         if isinstance(second, Node) and second.target is aten.permute.default:
-            weight = self._value(second.args[0])  # a parameter stays one, for training
+            weight = self.values[second.args[0]]  # a parameter stays one, for training
         shape = self.shape(node)
         source = self.reshaped(self.at(first), (*shape[:-1], weight.shape[1]))
-        held = None if bias is None else self._value(bias)
+        held = None if bias is None else self.values[bias]
         return self.add(Linear(self.name, (source,), shape, weight, held))
 
     def _pairs(self, node: Node, first: Any, second: Any) -> int:
@@ -520,10 +515,10 @@ class _Reader:
         shape = self.shape(node)
         if transposed or len(shape) != 3 or self._nodes((weight, bias)):
             return self._linear(node)
-        place, held = self.at(source), None if bias is None else self._value(bias)
+        place, held = self.at(source), None if bias is None else self.values[bias]
         settings = *map(_pair, (stride, padding, dilation)), groups
         before = self.ops[place].shape
-        kernel = self._value(weight)
+        kernel = self.values[weight]
         return self.add(Conv2d(self.name, (place,), shape, kernel, held, before, *settings))
 
 

@@ -38,9 +38,6 @@ coefficient, those of splits in units of the coefficient that the margin has on 
 FORGET = 0.9, 0.9
 """Of both of Adam's averages, each step."""
 
-AGAIN = 4
-"""How often more steps are given to nodes that are on their way to 0."""
-
 ENOUGH = 1e-3
 """The bound in float32 that is enough: what counts may be a little lower."""
 
@@ -213,50 +210,25 @@ def trace_back(
 
 
 @torch.no_grad()
-def sound(problems: Problems, nodes: Nodes) -> Nodes:
-    """The nodes with bounds recomputed in float64, at least as high as before."""
-    value = trace_back(problems, nodes, torch.float64).value
-    return replace(nodes, bound=torch.maximum(nodes.bound, value))
-
-
-@torch.no_grad()
 def improve(
     problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float = math.inf
 ) -> Nodes:
     """Improve the bound of every node by Adam. Keeps the best parameters and computes a sound bound
-    with them.
-
-    Nodes whose bound came more than half of the way to 0 in ``steps`` steps get as many again: the
-    multipliers of a split may need many steps to reach their scale.
-    """
-    found, rising = _climbed(problems, nodes, steps, rate, deadline)
-    for _ in range(AGAIN):
-        if not rising.shape[0] or time.monotonic() > deadline:
-            break
-        more, further = _climbed(problems, found.take(rising), steps, rate, deadline)
-        for key, value in more.state.items():
-            found.state[key][rising] = value
-        rising = rising[further]
-    return sound(problems, found)
-
-
-def _climbed(
-    problems: Problems, nodes: Nodes, steps: int, rate: float, deadline: float
-) -> tuple[Nodes, Tensor]:
-    """The nodes with better parameters, and which of them are making progress towards 0."""
+    with them."""
     first = trace_back(problems, nodes)
-    best, units = first.value.clone(), _units(first)
+    best, units = first.value, _units(first)
     held = {key: value.clone() for key, value in nodes.state.items()}
     free = {
         key: (value / units.get(key, 1.0)).requires_grad_(True)
         for key, value in held.items()
         if key[0] in RATES
     }
-    if not free:  # a network without activations, over a set without prices
-        return nodes, torch.zeros_like(nodes.problem[:0])
-    adam = torch.optim.Adam([{"params": [value]} for value in free.values()], betas=FORGET)
+    # A network without activations, over a set without prices, has no parameters.
+    adam = (
+        torch.optim.Adam([{"params": [v]} for v in free.values()], betas=FORGET) if free else None
+    )
     for step in range(steps + 1):
-        if bool((best > ENOUGH).all()) or time.monotonic() > deadline:
+        if adam is None or bool((best > ENOUGH).all()) or time.monotonic() > deadline:
             break
         with torch.set_grad_enabled(step < steps):
             trial = {key: value * units.get(key, 1.0) for key, value in free.items()}
@@ -264,8 +236,8 @@ def _climbed(
             loss = -value.sum()
         better = (value > best).nonzero()[:, 0]
         best[better] = value.detach()[better]
-        for key, found in trial.items():
-            held[key][better] = found.detach()[better]
+        for key, tried in trial.items():
+            held[key][better] = tried.detach()[better]
         if step < steps:
             adam.zero_grad()
             loss.backward()
@@ -274,8 +246,9 @@ def _climbed(
             adam.step()
             for (kind, _), value in free.items():
                 value.clamp_(0.0, 1.0 if kind in ("alpha", "share") else math.inf)
-    rising = ((best <= ENOUGH) & (best - first.value > ENOUGH - best)).nonzero()[:, 0]
-    return replace(nodes, state=held), rising
+    found = replace(nodes, state=held)
+    value = trace_back(problems, found, torch.float64).value
+    return replace(found, bound=torch.maximum(nodes.bound, value))
 
 
 def _units(traced: Traced) -> State:
