@@ -110,13 +110,15 @@ FACTORS = {"mul": 0, "div": 0, "mm": 0, "bmm": 0, "mv": 0, "addmm": 1}
 BENT = {"div": 1, "where": 0}
 """Arguments in which an operation is not linear."""
 
+COUNTED = ARITHMETIC.union(FACTORS)
+"""Operations that multiply by or add the whole numbers among their arguments."""
+
 LINEAR = MOVES.union(
     words(
         "convolution mean sum cumsum col2im avg_pool1d avg_pool2d avg_pool3d upsample_bilinear2d "
         "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bilinear2d_aa"
     ),
-    ARITHMETIC,
-    FACTORS,
+    COUNTED,
 )
 """Linear in what depends on the image, if that is one factor of a product; coefficients that are
 not constants are not negative."""
@@ -239,18 +241,17 @@ class Network:
     def _refused(self, node: Node, reason: str) -> Unfollowed:
         return Unfollowed(f"the checker does not follow {place_of(node)}: {reason}")
 
-    def _factors(self, node: Node) -> list[Any]:
-        """The two factors of a product, if both depend on the image."""
+    def _multiplies(self, node: Node) -> bool:
+        """Whether a node is a product of two values that depend on the image."""
         start = FACTORS.get(_name(node), len(node.args))
-        found = [n for n in node.args[start : start + 2] if n in self.root]
-        return found if len(found) == 2 else []
+        return len(pair := node.args[start : start + 2]) == 2 and all(n in self.root for n in pair)
 
     def _is_curve(self, node: Node) -> bool:
         """Whether a node is read as a function of its root."""
         name, reads = _name(node), self._reads(node)
         if self.root[node] is node or name == "relu":
             return False
-        bent = name in BENT and node.args[BENT[name]] in self.root or bool(self._factors(node))
+        bent = name in BENT and node.args[BENT[name]] in self.root or self._multiplies(node)
         return bent or name not in LINEAR or not all(_real(self.values[n]) for n in reads)
 
     def _needs(self, node: Node) -> list[Node]:
@@ -269,10 +270,9 @@ class Network:
             return self._add(
                 Curve((self.places[self.root[node]],), self._function(node)), value.shape
             )
-        before = [self.places[n] for n in self._needs(node)]
         if name == "relu":
-            return self._add(Kink((before[0],), node.name), value.shape)
-        return self._linear(node, before)
+            return self._add(Kink((self.places[self._needs(node)[0]],), node.name), value.shape)
+        return self._linear(node)
 
     def _add(self, node: Linear | Kink | Curve, shape: Sequence[int]) -> int:
         if math.prod(shape) > LARGEST:
@@ -313,51 +313,47 @@ class Network:
             return value
         return value.detach().to("cpu", torch.float64 if _real(value) else value.dtype)
 
-    def _linear(self, node: Node, before: list[int]) -> int:
+    def _linear(self, node: Node) -> int:
         """A node that is linear in what depends on the image, or in each of two factors, as it
         is."""
         shape, part = self._shape(node), None
         if _name(node) == "getitem":
             node, part = node.args  # type: ignore[assignment]
-        name, factors = _name(node), self._factors(node)
+        name, factors = _name(node), self._multiplies(node)
+        settings = {k: v for k, v in node.kwargs.items() if k not in PLACES}
+        read = list[Node]()  # each as often as it is read
+        map_arg((node.args, settings), read.append)
+        before = [self.places[n] for n in read if n in self.root]
         target: Any = OTHERS.get(name, node.target)
-        if factors:
-            before = [self.places[n] for n in factors]
         if name == "div" and factors:
             inverse = Curve((before[1],), lambda v, unit: apply("div", None, 1.0, v))
             before[1] = self._add(inverse, self.shapes[before[1]])
-            name, target = "mul", aten.mul.Tensor
+            target = aten.mul.Tensor
         if name not in LINEAR:
             raise self._refused(
                 node,
                 "it is not linear in what depends on the image, and not a function of one value "
                 "that is known (wball.certificates.register adds one)",
             )
-        reads = self._reads(node)
-        start = FACTORS.get(name, 0)
-        constants = {n: self._constant(self.values[n]) for n in node.all_input_nodes}
+        constants = {n: self._constant(self.values[n]) for n in read if n not in self.root}
+
+        def unsigned(value: Any) -> Any:
+            number = type(value) is float or (type(value) is int and name in COUNTED)
+            return abs(value) if number or _real(value) else value
 
         def run(absolute: bool, *values: Tensor) -> Tensor:
-            held, args = dict(constants), list(node.args)
-            if factors:
-                args[start : start + 2] = values
-            else:
-                held.update(zip(reads, values, strict=True))
+            rest, function = iter(values), UNSIGNED.get(name, target) if absolute else target
+            sign = unsigned if absolute else (lambda value: value)
 
             def fill(n: Node) -> Any:
-                return held[n].abs() if absolute and _real(held[n]) else held[n]
+                return sign(constants[n] if n in constants else next(rest))
 
-            def unsigned(value: Any, counts: bool = name not in ARITHMETIC) -> Any:
-                number = type(value) is float or (type(value) is int and not counts)
-                return abs(value) if absolute and number else value
-
-            scale = {k: unsigned(v, False) for k, v in node.kwargs.items() if k not in PLACES}
-            function = UNSIGNED.get(name, target) if absolute else target
-            found = function(*map(unsigned, map_arg(tuple(args), fill)), **scale)
+            args, given = map_arg((node.args, settings), fill)
+            found = function(*map(sign, args), **{k: sign(v) for k, v in given.items()})
             return found if part is None else found[part]
 
         shapes = [self.shapes[k] for k in before]
-        found = Linear(tuple(before), shapes, run, self._terms(node, reads), bool(factors))
+        found = Linear(tuple(before), shapes, run, self._terms(node), factors)
         self._check(node, found)
         return self._add(found, shape)
 
@@ -373,7 +369,7 @@ class Network:
         if not bool(((bent.abs() <= 1e-9 * most) & (found.abs() <= (1 + 1e-9) * most)).all()):
             raise self._refused(node, "it is not linear in what depends on the image")
 
-    def _terms(self, node: Node, reads: list[Node]) -> float:
+    def _terms(self, node: Node) -> float:
         """How many products are summed in one number, at most; 0 for moves."""
         name = _name(node)
         if name in MOVES:
@@ -385,5 +381,5 @@ class Network:
         if name == "convolution":
             weight = self.values[node.args[1]]  # type: ignore[index]
             return max(weight[0].numel(), weight[:, 0].numel()) + 2.0
-        before = sum(self.values[n].numel() for n in reads)
+        before = sum(self.values[n].numel() for n in self._reads(node))
         return before / (self.values[node].numel() if name in ("mean", "sum") else 1) + 2.0
