@@ -153,6 +153,7 @@ def _follow(s: Unfinished, change: Tensor, resists: Tensor, begins: Tensor, slot
     s.change, s.last = change, new
     weighted = s.metric.flatten(1)[:, None] * s.changes
     square = weighted @ s.changes.mT
+    # Sweeps may depend on each other, and rows without a change are 0.
     square.diagonal(dim1=1, dim2=2).mul_(1 + settings.DEPENDENT).add_(TINY)
     share = torch.linalg.solve(square, weighted @ change.flatten(1)[..., None])
     s.beta = new - (share.mT @ s.steps).view_as(new)

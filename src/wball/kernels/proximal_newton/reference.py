@@ -1,7 +1,7 @@
 """Exact and entropic plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch, for any moves.
 
 The other kernels are tested against it, and it serves costs that are matrices. Its method is the
-plainest that converges: a path of temperatures, from the range of the potentials down to that of
+plainest that converges: a path of temperatures, from the size of the potentials down to that of
 the problem or, without entropy, until plan and bound meet. At each of them Newton's method
 maximises the dual (:mod:`wball.kernels.proximal_newton.reference_dual`), the plan is repaired, and
 the bound is taken. The proximal term of linear columns fades along the path.
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from wball.inputs import largest, per_image
 from wball.kernels.column_problem import Best, Problem
-from wball.kernels.proximal_newton.reference_dual import DAMPING, Dual, State, ascend, spread
+from wball.kernels.proximal_newton.reference_dual import DAMPING, Dual, State, ascend
 from wball.plan import Plan
 
-FIRST, COOLING, COLDEST = 0.25, 6.0, 1e-13
-"""The first temperature is this share of the range of the potentials, each is this factor below the
+FIRST, COOLING, COLDEST = 0.5, 6.0, 1e-13
+"""The first temperature is this share of the largest potential, each is this factor below the
 one before it, and the last without entropy is this share of the first."""
 PRECISE, SMOOTH, ROUNDING = 0.1, 0.03, 1e-15
 """A temperature is left when the residual is worth this share of the allowed gap, this share of
@@ -33,7 +33,8 @@ def proximal_newton(
     """See :func:`wball.kernels.proximal_newton.proximal_newton`. A warm start shortens no path."""
     linear, active = problem.columns.linear, torch.arange(len(start), device=start.device)
     n_iter, sharp = torch.zeros_like(active), torch.ones_like(best.psi)
-    heat = torch.maximum(FIRST * spread(start), problem.tau)
+    size = largest(start)
+    heat = (FIRST * torch.where(size > 1e-200, size, 1.0)).maximum(problem.tau)
     coldest = torch.maximum(COLDEST * heat, problem.tau)
     centre, room = (problem.x, 1 / heat) if linear else (torch.zeros_like(start), sharp)
     last = s = State(start, best.psi.clone(), heat, centre, room, torch.full_like(heat, DAMPING))

@@ -87,7 +87,7 @@ class Dual:
         least = per_image(1e-12 * diagonal.flatten(1).amax(1) + 1e-300, diagonal)
         ridge = (per_image(s.damping, heat) * self.gradient.abs() / heat).maximum(least)
         column, diagonal = self.curvature + ridge, diagonal + ridge
-        bend = bend * (1 + 1e-12) + s.damping * moves.dearest * self.slope.abs() / s.heat + 1e-300
+        bend = bend + s.damping * moves.dearest * self.slope.abs() / s.heat + 1e-300
 
         def apply(d: Tensor, d_psi: Tensor) -> tuple[Tensor, Tensor]:
             ends = moves.gather(d)
@@ -140,10 +140,3 @@ def ascend(at: Dual) -> tuple[Dual, Tensor]:
     damping = torch.where(length == whole, RELAX * s.damping, stiffer)
     new.at = new.at._replace(damping=damping)
     return new, rises
-
-
-def spread(values: Tensor) -> Tensor:
-    """The range of the values per image, or any positive number where all are equal."""
-    flat = values.flatten(1)
-    span = torch.maximum(flat.amax(1) - flat.amin(1), 1e-3 * flat.abs().amax(1))
-    return torch.where(span > 1e-200, span, 1.0)
