@@ -227,7 +227,7 @@ def test_attacks_training_and_evaluation_follow() -> None:
         found = attack(model, x, y)
         assert wball.audit(ball, x, found.images).all_valid
     result = wball.evaluate(model, x, y, ball, [0.1, 0.3], attacks[-1])
-    assert len(result.curve()) == 2
+    assert [point.eps for point in result.curve()] == [0.0, 0.1, 0.3]
     assert read_cost(ball.describe()) == ball.cost
     assert bool((linear_gain(torch.randn_like(x), x, ball) > 0).all())
 
