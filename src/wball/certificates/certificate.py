@@ -549,24 +549,22 @@ class _BoundedBatch:
             return margins.amin(1)
         if source.has_plans:
             near, nearer = HOPELESS_EVERYWHERE if source.follows_far else HOPELESS
-            self._tighten(margins, self._open(margins, near), CLOSE)
+            self._tighten(margins, near, CLOSE)
             if source.far is not None and method != "complete":  # the search begins with that
-                self._tighten(margins, self._open(margins, nearer), WIDE)
+                self._tighten(margins, nearer, WIDE)
         if method == "alpha-crown":
-            self._tighten(margins, self._open(margins, CLIMBED), WIDE, self.effort.steps)
+            self._tighten(margins, CLIMBED, WIDE, self.effort.steps)
         return margins.amin(1)
 
-    def _open(self, margins: Tensor, near: float) -> Tensor:
-        """Images not certified yet whose bound is above ``-near`` times their clean margin."""
-        lowest = margins.amin(1)
-        return (lowest <= 0) & (self.clean > 0) & (lowest > -near * self.clean)
-
-    def _tighten(self, margins: Tensor, chosen: Tensor, reach: float, steps: int = 0) -> None:
-        """Improve ``chosen`` images by anchored bounds and ``steps`` of optimisation.
+    def _tighten(self, margins: Tensor, near: float, reach: float, steps: int = 0) -> None:
+        """Improve images that are not certified yet, and whose bound is above ``-near`` times their
+        clean margin, by anchored bounds and ``steps`` of optimisation.
 
         On a GPU images are bounded in groups whose gains fit into memory.
         """
-        left, room = chosen.nonzero()[:, 0], ROOM * _room(self.x)
+        lowest, room = margins.amin(1), ROOM * _room(self.x)
+        near_enough = (lowest <= 0) & (self.clean > 0) & (lowest > -near * self.clean)
+        left = near_enough.nonzero()[:, 0]
         if left.numel() == 0 or time.monotonic() > self.deadline:
             return
         groups = [left]
