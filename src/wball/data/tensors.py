@@ -68,16 +68,11 @@ def to_tensors(
             f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]"
         )
     if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
-        hint = (
-            "; images without channels need an axis for them: x[:, None]"
-            if x.ndim == 3 and len(x) == len(y)
-            else ""
-        )
-        hint = (
-            "; for one-hot labels give their argmax(1)"
-            if x.ndim == 4 and y.ndim == 2 and len(x) == len(y)
-            else hint
-        )
+        hints = {
+            (3, 1): "; images without channels need an axis for them: x[:, None]",
+            (4, 2): "; for one-hot labels give their argmax(1)",
+        }
+        hint = hints.get((x.ndim, y.ndim), "") if len(x) == len(y) else ""
         raise ValueError(
             f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
             + hint

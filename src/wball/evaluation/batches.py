@@ -326,10 +326,13 @@ class Batches:
         batch.count("tied-answers", int(tied.sum()))
         for k in positions(~good & ~tied).tolist():
             said = "has NaN logits for" if read_as[k] < 0 else "classifies correctly"
-            reason = report.reasons[k] or f"the model {said} the stored image"
-            where = self.size * int(notes["batch"]) + int(index[k])
-            rejected = {"index": where, "eps": float(claims.radius[k]), "reason": reason}
-            notes["rejected"].append(rejected)
+            notes["rejected"].append(
+                {
+                    "index": self.size * int(notes["batch"]) + int(index[k]),
+                    "eps": float(claims.radius[k]),
+                    "reason": report.reasons[k] or f"the model {said} the stored image",
+                }
+            )
         found = {
             "read_as": read_as,
             "distance": report.distance.cpu(),
@@ -429,10 +432,8 @@ class Batches:
 
     def joined(self, begun: Mapping[str, Any]) -> Evaluation:
         """Join all batches into the whole evaluation, after every batch is done."""
-        columns: list[Tensors] = []
-        rejected: list[Plain] = []
-        seen: Counter[str] = Counter()
-        disagreements: list[int] = []
+        columns, rejected = list[Tensors](), list[Plain]()
+        seen, disagreements = Counter[str](), set[int]()
         for batch in range(self.count):
             state, notes = self._read(batch)
             # Copies: a tensor that was read from a file keeps the whole file mapped.
@@ -440,7 +441,7 @@ class Batches:
             columns.append({name: state[name].clone() for name in small})
             rejected += notes["rejected"]
             seen.update(notes["findings"])
-            disagreements += notes["disagreements"]
+            disagreements.update(notes["disagreements"])
         whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
         whole["radius"] = self._smallest_radius(whole)
         x, y = self.data.take(slice(0, self.size))
@@ -457,7 +458,7 @@ class Batches:
             tuple(rejected),
             doubts,
             {"index": index, "original": original, "adversarial": adversarial},
-            disagreements=tuple(sorted(set(disagreements))),
+            disagreements=tuple(sorted(disagreements)),
             notes=remarks,
             names=tuple(begun["names"]),
         )

@@ -47,22 +47,13 @@ def by_class(e: Evaluation, eps: float) -> ByClass:
     for number in label.unique().tolist():
         here = label == number
         wrong = attacked[here & (attacked != number)]
-        rows.append(
-            ClassRow(
-                e.class_name(number),
-                int(here.sum()),
-                float((clean[here] == number).double().mean()),
-                float((attacked[here] == number).double().mean()),
-                e.class_name(int(wrong.mode().values)) if len(wrong) else None,
-            )
-        )
-    if len(rows) > SHOWN:
-        weakest = sorted(rows, key=lambda row: (row.robust, row.clean))[:SHOWN]
-        return ByClass(eps, tuple(weakest), len(rows) - SHOWN, (), ())
+        right, robust = (float((c[here] == number).double().mean()) for c in (clean, attacked))
+        confused = e.class_name(int(wrong.mode().values)) if len(wrong) else None
+        rows.append(ClassRow(e.class_name(number), int(here.sum()), right, robust, confused))
+    left_out = max(0, len(rows) - SHOWN)
+    if left_out:
+        rows = sorted(rows, key=lambda row: (row.robust, row.clean))[:SHOWN]
     numbers = sorted({*label.tolist(), *attacked.tolist()})
-    if len(numbers) > SHOWN:
-        return ByClass(eps, tuple(rows), 0, (), ())
-    matrix = [[int(((label == i) & (attacked == j)).sum()) for j in numbers] for i in numbers]
-    return ByClass(
-        eps, tuple(rows), 0, tuple(map(tuple, matrix)), tuple(e.class_name(n) for n in numbers)
-    )
+    shown = numbers if len(numbers) <= SHOWN else []
+    matrix = [tuple(int(((label == i) & (attacked == j)).sum()) for j in shown) for i in shown]
+    return ByClass(eps, tuple(rows), left_out, tuple(matrix), tuple(map(e.class_name, shown)))

@@ -179,9 +179,9 @@ def _explorer(e: Evaluation) -> Plain | None:
         x = e.exhibit["original"][where[k]]
         label, most = int(e.images["label"][i]), (e.explorer["images"][k] - x).abs().max()
         states = []
-        for r in range(len(radii)):
-            z = e.explorer["images"][k, r]
-            read_as = int(e.explorer["read_as"][k, r])
+        for z, read_as in zip(
+            e.explorer["images"][k], e.explorer["read_as"][k].tolist(), strict=True
+        ):
             moves = plan_moves(e.settings["ball"], x, z)
             states.append(
                 {

@@ -86,16 +86,13 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         raise ValueError(f"{evaluation.name} has no examples that are images: nothing can be drawn")
     order = evaluation.images["distance"][index].argsort()
     chosen = order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()]
-    x, z = (
-        evaluation.examples["original"][chosen].float(),
-        evaluation.examples["adversarial"][chosen].float(),
-    )
+    x, z = (evaluation.examples[name][chosen].float() for name in ("original", "adversarial"))
     change = strongest(z - x)
     scale = float(change.abs().max()) or 1.0
     figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.9))
     grid = figure.subplots(3, len(chosen), squeeze=False)
     picture: Any = None
-    for k, i in enumerate(chosen.tolist()):
+    for k, i in enumerate(index[chosen].tolist()):
         for row, pixels in ((0, x[k]), (2, z[k])):
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
             grid[row, k].imshow(
@@ -105,11 +102,11 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
             change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest"
         )
         label, read_as = (
-            _cut(evaluation.class_name(int(evaluation.images[name][int(index[i])])))
+            _cut(evaluation.class_name(int(evaluation.images[name][i])))
             for name in ("label", "read_as")
         )
         grid[0, k].set_title(plain(f"{label}\n→ {read_as}"), fontsize=5, pad=2)
-        distance = float(evaluation.images["distance"][int(index[i])])
+        distance = float(evaluation.images["distance"][i])
         grid[2, k].set_xlabel(f"{distance:.3g}", fontsize=7, labelpad=2)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
@@ -138,10 +135,7 @@ def save_figures(evaluations: Evaluations, folder: PathLike, kind: str = "pdf") 
                     f"examples-{file_name(e.name)}" + (f"-{k}" if k > 1 else "") for k in count(1)
                 )
                 figures[next(name for name in numbered if name not in figures)] = examples_figure(e)
-        paths = []
-        for name, figure in figures.items():
-            paths.append(save_figure(figure, folder / f"{name}.{kind}"))
-    return paths
+        return [save_figure(made, folder / f"{name}.{kind}") for name, made in figures.items()]
 
 
 def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
