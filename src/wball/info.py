@@ -15,7 +15,20 @@ from wball.provenance import Plain, versions
 
 def info() -> Plain:
     """Versions, devices and kernels as plain data."""
-    packages = versions()
+    packages, kinds = versions(), ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    probes, chosen = {kind: _probe(kind) for kind in kinds}, dict[str, str]()
+    for kind, probe in probes.items():
+        with suppress(dispatch.KernelError):
+            chosen[kind] = dispatch.choose("entropic_plan", *probe)
+    kernels = {  # why they cannot be used for float32 images; None if they can
+        name: {
+            kind: dispatch.why_not("entropic_plan", name, *probes[kind])
+            if kind in probes
+            else "torch finds no CUDA device"
+            for kind in ("cpu", "cuda")
+        }
+        for name in dispatch.KERNELS
+    }
     return {
         "wball": packages.pop("wball"),
         "python": packages.pop("python"),
@@ -25,8 +38,8 @@ def info() -> Plain:
         "cpus": os.cpu_count(),
         "devices": _devices(),
         "requested": os.environ.get("WBALL_KERNEL", "auto"),
-        "kernels": {name: _kernel(name) for name in dispatch.KERNELS},
-        "automatic": _automatic(),
+        "kernels": kernels,
+        "automatic": chosen,
     }
 
 
@@ -36,28 +49,6 @@ def _devices() -> list[str]:
         properties = torch.cuda.get_device_properties(index)
         names.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     return names
-
-
-def _kernel(name: str) -> dict[str, str | None]:
-    """The reason why the kernel cannot be used for float32 images on each kind of device; ``None``
-    if it can."""
-    reasons: dict[str, str | None] = {"cuda": "torch finds no CUDA device"}
-    for device in _available():
-        reasons[device] = dispatch.why_not("entropic_plan", name, *_probe(device))
-    return reasons
-
-
-def _automatic() -> dict[str, str]:
-    """The kernel used on each device, given ``WBALL_KERNEL``."""
-    chosen = {}
-    for device in _available():
-        with suppress(dispatch.KernelError):
-            chosen[device] = dispatch.choose("entropic_plan", *_probe(device))
-    return chosen
-
-
-def _available() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _probe(device: str) -> tuple[torch.Tensor, Moves]:

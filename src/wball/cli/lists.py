@@ -6,6 +6,7 @@ from typer import Argument, Option
 
 from wball.cli import options
 from wball.cli.app import command, open_console, print_json, say
+from wball.cli.choices import SAMPLES
 
 
 @command
@@ -63,11 +64,9 @@ def data(
     console = open_console()
     if name is None:
         table = Table("data set", "images", "classes", "")
-        inside = [
-            ("sample", dataset_info("mnist"), "1,000 MNIST test digits, inside the package"),
-            ("cifar10-sample", dataset_info("cifar10"), "200 CIFAR-10 images, inside the package"),
-        ]
-        for short, info, title in (*inside, *((i.name, i, i.title) for i in datasets().values())):
+        for short, known in {**SAMPLES, **{name: name for name in datasets()}}.items():
+            info = dataset_info(known)
+            title = info.title if short == known else f"a sample of {info.title}, in the package"
             table.add_row(short, " x ".join(map(str, info.shape)), str(len(info.classes)), title)
         console.print(table)
         return 0
