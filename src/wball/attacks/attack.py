@@ -384,17 +384,9 @@ def without(found: AttackResult, index: Tensor) -> AttackResult:
 def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
     """Replace the images of ``best`` at ``index`` where the later attack did ``better``."""
     where = index[better]
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        out = old.clone()
-        out[where] = new[better]
-        return out
-
-    steps, queries = best.n_steps.clone(), best.queries
-    steps[index] += found.n_steps
+    steps, queries = best.n_steps.index_add(0, index, found.n_steps), best.queries
     if queries is not None and found.queries is not None:
-        queries = queries.clone()
-        queries[index] += found.queries
+        queries = queries.index_add(0, index, found.queries)
     proof = None
     if best.proof is not None and found.proof is not None:
         proof = best.proof.put(where, found.proof.take(better))
@@ -404,7 +396,10 @@ def updated(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
     names = ("images", "success", "distance", "loss", "radius")
-    parts: Plain = {name: put(getattr(best, name), getattr(found, name)) for name in names}
+    pairs = {name: (getattr(best, name), getattr(found, name)) for name in names}
+    parts: Plain = {
+        name: old.index_put((where,), new[better].to(old)) for name, (old, new) in pairs.items()
+    }
     return replace(
         best,
         **parts,

@@ -8,6 +8,7 @@ share of the images: one image in a thousand that only the black-box search brea
 gradients are a little worse than they could be, not that they are masked.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -119,11 +120,11 @@ class Finding:
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merge the findings of several batches: numbers of images are added by code, in the order of
     :data:`CODES`. Findings seen on no image are dropped."""
-    seen: dict[str, tuple[int, int]] = {}
+    images, of = Counter[str](), Counter[str]()
     for finding in findings:
-        images, of = seen.get(finding.code, (0, 0))
-        seen[finding.code] = images + finding.images, of + finding.of
-    return tuple(Finding(code, *seen[code]) for code in CODES if seen.get(code, (0, 0))[0])
+        images[finding.code] += finding.images
+        of[finding.code] += finding.of
+    return tuple(Finding(code, images[code], of[code]) for code in CODES if images[code])
 
 
 def reliable(findings: Iterable[Finding]) -> bool:

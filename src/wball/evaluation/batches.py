@@ -58,6 +58,8 @@ backward pass, then take less than a minute on one core."""
 GPU_BATCH, GPU_MOST = 256, 40_000_000
 """Smaller batches leave a GPU waiting for kernel launches: a batch of this size may have more
 pixels. Attacks halve batches that do not fit into memory."""
+MEMBERS = "members-{batch:05d}"
+"""Start of the names of a batch's journal."""
 IMAGES = {"adversarial", "logits"}
 """What a batch stores beside the columns of the result."""
 ROUNDING, DRIFT = 1e-4, 1e-2
@@ -200,11 +202,8 @@ class Batches:
         """Store a batch. The journal of its attack is then not needed any more."""
         stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
         write_tensors(self.path(batch.notes["batch"]), stored, batch.notes)
-        for path in self.store.glob(f"{self._journal_name(batch)}-*"):
+        for path in self.store.glob(f"{MEMBERS.format(**batch.notes)}-*"):
             path.unlink()
-
-    def _journal_name(self, batch: _Batch) -> str:
-        return f"members-{batch.notes['batch']:05d}"
 
     def _resume(self, number: int) -> _Batch:
         """The stored batch, or a new one."""
@@ -248,9 +247,8 @@ class Batches:
     def _read(self, number: int) -> tuple[Tensors, Plain]:
         """Read a stored batch. Raises ``ValueError`` if the file is not this batch of this run."""
         state, notes = read_tensors(self.path(number))
-        identity = self._identity(number)
-        found = {} if not isinstance(notes, dict) else {key: notes.get(key) for key in identity}
-        if found != identity or state.keys() != COLUMNS.keys() - {"radius"} | IMAGES:
+        same = isinstance(notes, dict) and self._identity(number).items() <= notes.items()
+        if not same or state.keys() != COLUMNS.keys() - {"radius"} | IMAGES:
             raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
         return {name: inputs.as_pixels(values) for name, values in state.items()}, notes
 
@@ -289,7 +287,7 @@ class Batches:
         if self.minimal and not isinstance(attack, FunctionAttack):
             attack = FunctionAttack(attack.ball, partial(smallest, attack))
         run = {**self._identity(batch.notes["batch"]), "stage": batch.notes["done"]}
-        kept = JOURNAL.set(Journal(self.store / self._journal_name(batch), self.ball, run))
+        kept = JOURNAL.set(Journal(self.store / MEMBERS.format(**batch.notes), self.ball, run))
         try:
             found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         finally:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -90,10 +91,9 @@ def _comparisons(
 
 def distinct_names(evaluations: Evaluations) -> list[str]:
     """Unique names of the models: a repeated name gets a number."""
-    seen: dict[str, int] = {}
-    names = []
+    seen, names = Counter[str](), []
     for e in evaluations:
-        seen[e.name] = seen.get(e.name, 0) + 1
+        seen[e.name] += 1
         names.append(e.name if seen[e.name] == 1 else f"{e.name} ({seen[e.name]})")
     return names
 
