@@ -296,10 +296,10 @@ def _plain(result: Evaluation, wanted: list[Requirement]) -> dict[str, Any]:
     content = {
         "model": result.name,
         **result.summary(),
-        "warnings": [w.to_dict() for w in result.warnings],
+        "warnings": [*map(asdict, result.warnings)],
     }
     if wanted:
         decision = result.check(wanted)
-        checks = [asdict(check) for check in decision.checks]
+        checks = [*map(asdict, decision.checks)]
         content |= {"passed": bool(decision), "requirements": checks}
     return content

@@ -88,9 +88,6 @@ class EvaluationWarning:
     def __str__(self) -> str:
         return f"{self.code}: {self.message}" + (f" ({self.remedy})" if self.remedy else "")
 
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -427,9 +424,9 @@ class Evaluation(Summarised):
             "settings": dict(self.settings),
             "summary": self.summary(),
             "reliable": self.reliable,
-            "warnings": [warning.to_dict() for warning in self.doubts],
-            "notes": [note.to_dict() for note in self.notes],
-            "rejected": [dict(r) for r in self.rejected],
+            "warnings": [*map(asdict, self.doubts)],
+            "notes": [*map(asdict, self.notes)],
+            "rejected": [*map(dict, self.rejected)],
             "disagreements": list(self.disagreements),
             "verification": None if self.verification is None else dict(self.verification),
             "images": self.columns(),
