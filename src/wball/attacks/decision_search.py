@@ -77,7 +77,8 @@ class DecisionSearch(QueryAttack):
             noise=torch.full_like(none, NOISE * (high - low)), pace=torch.full_like(none, self.step_size),
             normal=torch.zeros_like(x), reachable=reachable_pixels(ball, x, generator), succeeds=batch.succeeds,
         )  # fmt: skip
-        for shape in _shapes(x, generator):
+        others = [x.roll(shift, 0) - x for shift in range(1, CLOUDS + 1)]
+        for shape in (*others, *(_cloud(x, generator) for _ in range(CLOUDS))):
             b = START_NATS * normalised(shape)
             self._try(state, b, [spread_eps(ball, none) * factor for factor in STARTS])
         return state
@@ -134,15 +135,9 @@ class DecisionSearch(QueryAttack):
         return nearer
 
 
-def _shapes(x: Tensor, generator: Generator) -> list[Tensor]:
-    """Shapes that mass may drift towards: other images of the batch, and smooth random clouds."""
-    others = [x.roll(shift, 0) - x for shift in range(1, CLOUDS + 1)]
-    clouds = []
-    for _ in range(CLOUDS):
-        noise = normal(x, generator)
-        clouds.append(
-            F.avg_pool2d(noise, 5, 1, 2)
-            if x.ndim == 4
-            else F.avg_pool1d(noise[:, None], 5, 1, 2)[:, 0]
-        )
-    return others + clouds
+def _cloud(x: Tensor, generator: Generator) -> Tensor:
+    """A smooth random shape that mass may drift towards, as it may towards other images."""
+    noise = normal(x, generator)
+    if x.ndim == 4:
+        return F.avg_pool2d(noise, 5, 1, 2)
+    return F.avg_pool1d(noise[:, None], 5, 1, 2)[:, 0]

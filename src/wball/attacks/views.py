@@ -223,17 +223,10 @@ def foresight(view: Model, x: Tensor, y: Tensor, slope: Tensor, ball: Ball) -> T
             values = [cross_entropy(ask(view, one), y) for one in (x, *asked)]
         measured = (torch.stack(values[1:]) - values[0]).nan_to_num(0.0, 0.0, 0.0)
         predicted = ((asked - x) * slope).flatten(2).sum(2)
-        best = torch.maximum(best, _cosine(predicted, measured).to(best))
+        changes = torch.stack([predicted, measured]).double()  # (2, DIRECTIONS, B)
+        changes = F.normalize(changes - changes.mean(1, keepdim=True), dim=1, eps=1e-300)
+        best = torch.maximum(best, changes.prod(0).sum(0).to(best))
     return best
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each image's changes ``(DIRECTIONS, B)`` after subtracting their means."""
-    tiny = torch.finfo(torch.float64).tiny
-    one, two = (
-        F.normalize((change - change.mean(0)).double(), dim=0, eps=tiny) for change in (a, b)
-    )
-    return (one * two).sum(0)
 
 
 def find_signs(model: Model, x: Tensor, y: Tensor) -> dict[str, str]:

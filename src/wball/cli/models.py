@@ -154,7 +154,12 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
 
             return onnx.load(path)
         if suffix == ".pt2":
-            return _exported(path)
+            import torch
+
+            module: Any = torch.export.load(str(path)).module()
+            for method in ("train", "eval"):  # export replaces them by methods that raise
+                vars(module).pop(method, None)
+            return module
         if suffix != ".safetensors" and _is_torchscript(path):
             import torch
 
@@ -171,15 +176,6 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
             f"{path} holds weights without a network: add --architecture NAME or mine.py:function"
         )
     return load_weights(_built(architecture), path)
-
-
-def _exported(path: Path) -> Any:
-    import torch
-
-    module: Any = torch.export.load(str(path)).module()
-    for method in ("train", "eval"):  # export replaces them by methods that raise
-        vars(module).pop(method, None)
-    return module
 
 
 def _is_torchscript(path: Path) -> bool:

@@ -110,7 +110,12 @@ def train(
             if own.test_data is not None:
                 request = replace(request, data=own.test_data, limit=None)
                 measured = choices.load_images(request, here, seed)
-                _same_classes(images, measured)
+                ours, theirs = images.classes, measured.classes  # numbered in the order of names
+                if ours is not None and theirs is not None and ours != theirs:
+                    raise typer.BadParameter(
+                        f"--test-data has the classes {', '.join(theirs)}, but --data has "
+                        f"{', '.join(ours)}"
+                    )
                 tests = measured.x, measured.y
 
         run(
@@ -120,15 +125,6 @@ def train(
         if current().main:
             print(printable(f"written: {out / config.name}.safetensors"), flush=True)
     return 0
-
-
-def _same_classes(train: choices.LoadedImages, test: choices.LoadedImages) -> None:
-    """Check that both folders have the same classes, which are numbered in the order of names."""
-    ours, theirs = train.classes, test.classes
-    if ours is not None and theirs is not None and ours != theirs:
-        raise typer.BadParameter(
-            f"--test-data has the classes {', '.join(theirs)}, but --data has {', '.join(ours)}"
-        )
 
 
 def _print_epoch(record: dict[str, Any]) -> None:

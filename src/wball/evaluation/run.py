@@ -170,12 +170,15 @@ def evaluate(
     rank = rank_and_size()[0]  # the first process reads all data; the others read their own share
     digest, labels = images.survey() if rank == 0 else ("", images.take([0])[1])
     logits = probe(model, images.first, labels)
+    titles: Sequence[Any] = names.classes or class_names(x) or ()
+    if names.classes is None and len(titles) != logits.shape[1]:
+        titles = range(logits.shape[1])
     data = {
         "name": str(names.data),
         "images": len(images),
         "shape": list(images.first.shape[1:]),
         "sha256": digest,
-        "classes": _titles(names, x, logits.shape[1]),
+        "classes": [str(title) for title in titles],
     }
     settings = {
         "model": provenance.describe_model(model, names.model),
@@ -224,14 +227,6 @@ def evaluate(
         meet()
         with or_overwrite():
             return load_evaluation(folder)
-
-
-def _titles(names: Names, x: Any, count: int) -> list[str]:
-    """The names of the classes."""
-    titles: Sequence[Any] = names.classes or class_names(x) or ()
-    if names.classes is None and len(titles) != count:
-        titles = range(count)
-    return [str(title) for title in titles]
 
 
 def _sources(names: Names, images: Stream) -> list[str]:
