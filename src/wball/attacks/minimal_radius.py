@@ -89,36 +89,32 @@ def minimal_radius(
     x = x.to(result_dtype(x))
     y = inputs.check_labels("y", y, x)
     target = None if target is None else inputs.check_labels("target", target, x)
-    whole, batch = Task(model, x, y, target), len(x)
+    whole = Task(model, x, y, target)
     radius = zeros(x) + math.inf
     failed = torch.zeros_like(radius)
     images = x.clone()
-    todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
+    todo, eps = torch.arange(len(x), device=x.device), torch.full_like(radius, hi)
     attack = attack.at(hi).prepared(model, x, y)
     for _ in range(rounds + 1):
         if todo.numel() == 0:
             break
-        task = whole.take(todo)
-        result = attack.at(eps[todo])(
-            model, task.x, task.y, target=task.target, generator=generator
-        )
-        success = result.success & (
-            result.radius <= eps[todo]
-        )  # an attack's radius may grow by itself
+        task, at = whole.take(todo), eps[todo]
+        result = attack.at(at)(model, task.x, task.y, target=task.target, generator=generator)
+        # An attack's radius may grow by itself.
+        success = result.success & (result.radius <= at)
         if result.distance[success].isnan().any():
             raise ValueError(
                 "attack must prove distances, but they are NaN: PGD in mode 'paper' leaves every ball; use mode 'exact'"
             )
         found = todo[success]
         nearer, share = _pull_back(whole.take(found), result.images[success])
-        distance = torch.minimum(result.distance[success], eps[found]) * share
+        distance = torch.minimum(result.distance[success], at[success]) * share
         problem = attack.ball.problem(x[found])
         if problem is not None:  # points that were pulled back were rounded once more
             again = problem.rounding_cost() / problem.unit
             distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
-        missed = todo[~success]
-        failed[missed] = torch.maximum(failed[missed], eps[missed])
+        failed[todo] = torch.maximum(failed[todo], torch.where(success, 0.0, at))
         # An example may be found below a radius at which the attack failed.
         failed = torch.where(radius < failed, 0.0, failed)
         open_interval = radius.isfinite() & (radius - failed > TOL * radius)

@@ -86,6 +86,15 @@ MNIST_ADVERSARIAL_CNN = replace(
     summary="The paper's MNIST network against dual averaging, each digit at a radius of its own up to 0.55.",
 )
 
+_PER_DIGIT = Smooth(
+    WassersteinBall(0.2),
+    radius="per-image",
+    low=0.05,
+    start=0.05,
+    grow=0.01,
+    shrink=0.05,
+    ramp=0.05,
+)
 MNIST_CERTIFIED = TrainConfig(
     "mnist-certified",
     "mnist",
@@ -94,15 +103,7 @@ MNIST_CERTIFIED = TrainConfig(
     batch_size=512,
     noise=0.003,
     optimisation=replace(_ADAMW, weight_decay=1e-4),
-    smooth=Smooth(
-        WassersteinBall(0.2),
-        radius="per-image",
-        low=0.05,
-        start=0.05,
-        grow=0.01,
-        shrink=0.05,
-        ramp=0.05,
-    ),
+    smooth=_PER_DIGIT,
     evaluation=Validation(every=5),
     summary="The paper's MNIST network, made to be certified: flow noise and robustness to first order.",
 )
@@ -112,15 +113,7 @@ MNIST_CERTIFIED_FAR = replace(
     name="mnist-certified-far",
     epochs=100,
     noise=0.004,
-    smooth=Smooth(
-        WassersteinBall(0.35),
-        radius="per-image",
-        low=0.03,
-        start=0.1,
-        grow=0.01,
-        shrink=0.05,
-        ramp=0.05,
-    ),
+    smooth=replace(_PER_DIGIT, ball=WassersteinBall(0.35), low=0.03, start=0.1),
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
 
@@ -162,15 +155,8 @@ CIFAR10_ADVERSARIAL = TrainConfig(
     augment=4,
     flip=True,
     cutout=16,  # without it the network memorises training images, and their radii grow too far
-    optimisation=Optimisation(
-        lr=0.05,
-        weight_decay=1e-3,
-        nesterov=True,
-        schedule="one-cycle",
-        warmup=0.1,
-        ema=0.998,
-        bf16=True,
-        channels_last=True,
+    optimisation=replace(
+        CIFAR10_STANDARD.optimisation, lr=0.05, weight_decay=1e-3, warmup=0.1, ema=0.998
     ),
     adversary=Adversary(
         _SHORTER, radius="per-image", low=0.002, start=0.01, grow=0.003, shrink=0.009
