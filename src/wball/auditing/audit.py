@@ -14,8 +14,6 @@ return one. Transport problems are then solved for images without such a proof, 
 sample of the others.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They are computed by a network simplex (POT), whose answers are checked here. Th
 :mod:`wball.solvers.distance` both use this solver.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -17,8 +17,6 @@ nothing.
 This file shares no code with the solvers or their kernels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

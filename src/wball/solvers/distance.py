@@ -22,8 +22,6 @@ mass is the distance. They are a subgradient of it; for ``p = 1`` and full plans
 is shifted such that scaling ``z`` changes nothing: ``<b, z> = 0`` in each channel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

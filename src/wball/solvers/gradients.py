@@ -29,8 +29,6 @@ The answers are differentiable where the tight moves and the pixels at the box d
 other points these are derivatives of one of the smooth pieces that meet there.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -17,8 +17,6 @@ allows. ``psi``, the box potentials and ``kappa`` are carried from call to call:
 its potentials slowly.
 """
 
-from __future__ import annotations
-
 import math
 from copy import copy
 from dataclasses import dataclass

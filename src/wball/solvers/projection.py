@@ -16,8 +16,6 @@ repaired plan, hence in the ball, and ``gap`` bounds its distance from the optim
 value is a lower bound at every iterate.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -20,8 +20,6 @@ Conjugate Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, i
 image scaled to mass 1.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
