@@ -131,7 +131,7 @@ def test_few_commands_with_few_options_that_explain_themselves(capsys: Capture) 
     code, out, _ = said(capsys)
     assert code == 0 and all(f"  {name} " in out for name in top.commands)
     for name, command in top.commands.items():
-        assert len([p for p in command.params if p.param_type_name == "option"]) <= 21, name
+        assert len([p for p in command.params if p.param_type_name == "option"]) <= 22, name
         code, out, _ = said(capsys, name, "--help")
         assert code == 0 and f"Usage: wball {name}" in out
         assert not any(word in out for word in ("<bool>", "<list", "x>=", "<=x", "<str>", "<int"))

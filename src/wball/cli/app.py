@@ -68,8 +68,8 @@ def _options(kind: Any) -> Iterator[tuple[str, Any, Any]]:
     for base in reversed(kind.__mro__):
         found = re.findall(ATTRIBUTE, cleandoc(base.__doc__ or ""), re.MULTILINE)
         told |= {name: (metavar, " ".join(text.split())) for name, metavar, text in found}
-    hints = get_type_hints(kind)
-    for f in fields(kind):
+    hints, own = get_type_hints(kind), kind.__annotations__
+    for f in sorted(fields(kind), key=lambda f: f.name not in own):  # shared options come last
         flags = [f"--{FLAGS.get(f.name, f.name).replace('_', '-')}"]
         flags += [f"-{SHORT[f.name]}"] if f.name in SHORT else []
         metavar, text = told[f.name]
