@@ -60,6 +60,15 @@ def looked_up(h: Tensor) -> Tensor:
     return F.embedding((15 * h).long(), torch.arange(9.0)[:, None])[..., 0]
 
 
+def test_a_program_runs_on_images_of_any_layout() -> None:
+    """On a GPU, a convolution may answer in another layout than the exporter foresaw."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    x = torch.rand(2, 3, 8, 8)
+    found = certify(net, x, net(x).argmax(1), wball.WassersteinBall(1e-4))
+    logits = found.program(x.contiguous(memory_format=torch.channels_last))
+    assert torch.allclose(logits, net(x), atol=1e-6)
+
+
 # ---- what is refused, in one sentence
 
 
