@@ -364,7 +364,9 @@ def folded() -> nn.Module:
     net = nn.Sequential(
         nn.Conv2d(3, 6, 3, 2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, CLASSES)
     ).eval()
-    return torch.fx.experimental.optimization.fuse(net)  # type: ignore[attr-defined]
+    from torch.fx.experimental import optimization  # slow to import
+
+    return optimization.fuse(net)
 
 
 @kind("wrappers and files", "ONNX file")

@@ -116,6 +116,21 @@ def masked(path: Path) -> list[Table]:
     return [Table(head, cells, f"First {found['images']:,} test digits")]
 
 
+def colours(path: Path) -> list[Table]:
+    """Robust accuracy by radius and by what a change of channel costs."""
+    found = _content(path)
+    rows = found["rows"]
+    prices = list(dict.fromkeys(row["channel_cost"] for row in rows))
+    cells: list[list[str | None]] = []
+    for model, eps in dict.fromkeys((row["model"], row["eps"]) for row in rows):
+        here = [row for row in rows if (row["model"], row["eps"]) == (model, eps)]
+        robust = {row["channel_cost"]: f"{100 * row['robust']:.1f} %" for row in here}
+        cells.append([f"`{model}`", f"{eps:g}", *map(robust.get, prices)])
+    head = ["network", "eps", *("never" if p is None else f"at {p:g}" for p in prices)]
+    images = f"{found['images']:,} CIFAR-10 images"
+    return [Table(head, cells, f"Robust accuracy if mass may change its channel, {images}")]
+
+
 def steps(path: Path) -> list[Table]:
     """What a step of adversarial training costs."""
     rows = [row for row in _content(path)["rows"] if row["threads"] == 1]
@@ -308,6 +323,7 @@ class Source:
 TABLES = {
     "public-checks": Source(public_checks, "public_checks.json"),
     "masks": Source(masked, "masks.json"),
+    "colours": Source(colours, "colours.json"),
     "summary": Source(
         summary,
         "leaderboard.json",

@@ -112,8 +112,8 @@ class Bounds:
 
     def range_of(self, position: int) -> Interval:
         """Centre and radius of the input of a relaxed operation."""
-        low = self.lower[position].clamp(min=-UNKNOWN)
-        up = self.upper[position].clamp(max=UNKNOWN)
+        # What is beyond may overflow, and then the image has no bound at all.
+        low, up = (v[position].clamp(-UNKNOWN, UNKNOWN) for v in (self.lower, self.upper))
         centre = (low + up) / 2
         return centre, torch.maximum(up - centre, centre - low)
 
