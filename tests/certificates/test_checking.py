@@ -25,7 +25,7 @@ from wball.certificates import (
     verify,
 )
 from wball.certificates.checking.lines import lines
-from wball.certificates.checking.network import Curve, Network
+from wball.certificates.checking.network import CurveNode, Network
 from wball.certificates.program import exported
 from wball.certificates.subject import subject_of
 
@@ -63,7 +63,7 @@ def test_lines_of_the_checker_hold_everywhere(name: str) -> None:
             return torch.cat([FUNCTIONS[name](x), FUNCTIONS[name](x).flip(1)], 1)
 
     program = exported(Scalar(), torch.zeros(2, 200))
-    curve = next(node for node in Network(program).nodes if isinstance(node, Curve))
+    curve = next(node for node in Network(program).nodes if isinstance(node, CurveNode))
     torch.manual_seed(0)
     low = (torch.randn(200) * 4).double()
     widths = torch.tensor([1e-6, 1.0, 10.0, 60.0]).repeat(50)

@@ -42,7 +42,8 @@ OLDEST = (2, 11)
 BATCHES = (2, 512)
 """Batch sizes in which a program is compared with its module: the first for two images only."""
 
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 """Operations that need memory as the exporter foresaw it, which depends on device and layout."""
 
 STEPS = (1e-3, 0.01, 0.1, 0.3)
@@ -104,7 +105,7 @@ class Program:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
         target: Any = node.target
         if target in VIEWS:
-            target = torch.ops.aten.reshape.default
+            target = aten.reshape.default
         found = target(*map(translated, args), **{k: translated(v) for k, v in kwargs.items()})
         made = not node.all_input_nodes and getattr(found, "dtype", None) == self.dtype
         return found.to(dtype) if made else found  # torch.arange(4.0) has a precision of its own

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wball.certificates.checking.lines import UNIT, Lines, Unfollowed, gamma, known, lines
-from wball.certificates.checking.network import Curve, Kink, Linear, Network
+from wball.certificates.checking.lines import UNIT, LinePair, Unfollowed, gamma, known, lines
+from wball.certificates.checking.network import CurveNode, Kink, LinearNode, Network
 from wball.certificates.checking.plans import Supported, Transport
 
 CHUNK = 2**24
@@ -75,7 +75,7 @@ class Empty(ArithmeticError):
     """Bounds cross: no image is in this part."""
 
 
-class Bounds:
+class Enclosures:
     """Bounds of every value of a network, node by node.
 
     A row over the image has a coefficient for 1, for each pixel, and for the mass of each move.
@@ -97,7 +97,7 @@ class Bounds:
         self,
         network: Network,
         images: Supported | Transport,
-        outer: Bounds | None = None,
+        outer: Enclosures | None = None,
         against: Margin | None = None,
     ) -> None:
         self.network, self.images, self.against = network, images, against
@@ -108,7 +108,7 @@ class Bounds:
         self.size: list[Tensor] = []
         self.anchors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.anchors.update({} if outer is None else outer.anchors)
-        self.lines: dict[int, Lines] = {}
+        self.lines: dict[int, LinePair] = {}
         self.points: dict[int, tuple[list[Tensor], Tensor, Tensor]] = {}
         for index in range(len(network.nodes)):
             low, high, off = self._values(index)
@@ -139,21 +139,21 @@ class Bounds:
         if node is None:
             self.size.append(0 * self.images.low)
             return self.images.low, self.images.high, self.size[0]
-        if not isinstance(node, Linear) or node.factors:
+        if not isinstance(node, LinearNode) or node.factors:
             for before in node.before:
                 self._limit(index, isinstance(node, Kink), before)
-        if isinstance(node, Linear):
+        if isinstance(node, LinearNode):
             return self._linear(index, node)
         before = node.before[0]
         low, high = self.low[before], self.high[before]
-        if isinstance(node, Curve):
+        if isinstance(node, CurveNode):
             line = self.lines[index] = lines(node.function, low, high, self.network.kind)
             self.size.append(line.size)
             return line.least, line.most, 0 * low  # lines account for rounding
         self.size.append(4 * self.most(before))
         return low.clamp(min=0), high.clamp(min=0), 0 * low
 
-    def _linear(self, index: int, node: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    def _linear(self, index: int, node: LinearNode) -> tuple[Tensor, Tensor, Tensor]:
         """A linear node, or a product, from the ranges of what it reads."""
         middles = [(self.low[k] + self.high[k]) / 2 for k in node.before]
         radii = [
@@ -244,14 +244,14 @@ class Bounds:
             at = self.network.nodes[index]
             assert at is not None
             const, size = const - row.abs() @ self.off[index], size + row.abs() @ self.size[index]
-            if isinstance(at, Linear):
+            if isinstance(at, LinearNode):
                 points, value, rest = self.points[index]
                 parts = at.pull(row, points)
                 const = const + row @ value - row.abs() @ rest
                 const = const - sum(part @ point for part, point in zip(parts, points, strict=True))
             else:
                 before, up, down = at.before[0], row.clamp(min=0), row.clamp(max=0)
-                if isinstance(at, Curve):
+                if isinstance(at, CurveNode):
                     line = self.lines[index]
                 else:
                     line, more = self._kink(index, at, way)
@@ -271,7 +271,7 @@ class Bounds:
         found[:, 0] = const - terms * (size + const.abs() + found.abs() @ self.images.most)
         return found
 
-    def _kink(self, index: int, node: Kink, way: Way) -> tuple[Lines, Tensor]:
+    def _kink(self, index: int, node: Kink, way: Way) -> tuple[LinePair, Tensor]:
         """Lines of an activation, and how much steeper the one above it is beyond the anchor."""
         low, high = self.low[node.before[0]], self.high[node.before[0]]
         crossing = (low < 0) & (high > 0)
@@ -296,7 +296,7 @@ class Bounds:
             steeper, room = more * (v - at).clamp(min=0), more * (v.abs() + at.abs())
             heights.append(value - line - steeper + 8 * UNIT * (value.abs() + line.abs() + room))
         shift = torch.where(crossing, torch.stack(heights).amax(0), 0.0)
-        return Lines(under, 0 * under, over, shift, low, high, low), more
+        return LinePair(under, 0 * under, over, shift, low, high, low), more
 
     # ---- the answer
 

@@ -212,7 +212,7 @@ def follow(function: Function, low: Tensor, high: Tensor, unit: Tensor, kind: to
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinePair:
     """``under v + under_shift <= f(v) <= over v + over_shift``, flat, for the values that the
     model computes; they are between ``least`` and ``most``. No term is larger than ``size``."""
 
@@ -225,15 +225,17 @@ class Lines:
     size: Tensor
 
 
-def lines(function: Function, low: Tensor, high: Tensor, kind: torch.finfo) -> Lines:
+def lines(function: Function, low: Tensor, high: Tensor, kind: torch.finfo) -> LinePair:
     """Of lines with a few slopes, the highest one below and the lowest one above the function,
     compared at the middle of each interval."""
     units = torch.arange(len(low)).split(GROUP)
     parts = [_lines(function, low[unit], high[unit], unit, kind) for unit in units]
-    return Lines(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+    return LinePair(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-def _lines(function: Function, low: Tensor, high: Tensor, unit: Tensor, kind: torch.finfo) -> Lines:
+def _lines(
+    function: Function, low: Tensor, high: Tensor, unit: Tensor, kind: torch.finfo
+) -> LinePair:
     half = (high - low) / CELLS / 2
     centre = low + (2 * torch.arange(CELLS, dtype=torch.float64)[:, None] + 1) * half
     half = half * (1 + 1e-9) + 1e-15 * (low.abs() + high.abs())
@@ -253,4 +255,4 @@ def _lines(function: Function, low: Tensor, high: Tensor, unit: Tensor, kind: to
     middle = slopes * (low + high) / 2
     for shifts, best in ((top, (top + middle).argmin(0)), (bottom, (bottom + middle).argmax(0))):
         found = [*(part.gather(0, best[None])[0] for part in (slopes, shifts)), *found]
-    return Lines(*found)
+    return LinePair(*found)

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearNode:
     """A function of the values of the nodes ``before``, flat: affine, or with ``factors`` linear in
     each of two.
 
@@ -83,7 +83,7 @@ class Kink:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CurveNode:
     """A function of one number in every place."""
 
     before: tuple[int]
@@ -172,7 +172,7 @@ class Network:
             (1, *program.shape), dtype=program.dtype, device=on
         )
         self.root, self.places = {program.image: program.image}, {program.image: 0}
-        self.nodes: list[Linear | Kink | Curve | None] = [None]
+        self.nodes: list[LinearNode | Kink | CurveNode | None] = [None]
         self.shapes: list[Shape] = [(1, *program.shape)]
         with torch.no_grad():
             for node in program.nodes:
@@ -190,7 +190,7 @@ class Network:
         for node in self.nodes[1:]:
             assert node is not None
             read = [held[k] for k in node.before]
-            if isinstance(node, Linear):
+            if isinstance(node, LinearNode):
                 held.append(node.run(read))
             elif isinstance(node, Kink):
                 held.append(read[0].relu())
@@ -268,13 +268,13 @@ class Network:
             raise self._refused(node, f"its values are {getattr(value, 'dtype', 'several')}")
         if self._is_curve(node):
             return self._add(
-                Curve((self.places[self.root[node]],), self._function(node)), value.shape
+                CurveNode((self.places[self.root[node]],), self._function(node)), value.shape
             )
         if name == "relu":
             return self._add(Kink((self.places[self._needs(node)[0]],), node.name), value.shape)
         return self._linear(node)
 
-    def _add(self, node: Linear | Kink | Curve, shape: Sequence[int]) -> int:
+    def _add(self, node: LinearNode | Kink | CurveNode, shape: Sequence[int]) -> int:
         if math.prod(shape) > LARGEST:
             raise Unfollowed(
                 f"a layer of {math.prod(shape)} values, the checker handles up to {LARGEST}"
@@ -326,7 +326,7 @@ class Network:
         before = [self.places[n] for n in read if n in self.root]
         target: Any = OTHERS.get(name, node.target)
         if name == "div" and factors:
-            inverse = Curve((before[1],), lambda v, unit: apply("div", None, 1.0, v))
+            inverse = CurveNode((before[1],), lambda v, unit: apply("div", None, 1.0, v))
             before[1] = self._add(inverse, self.shapes[before[1]])
             target = aten.mul.Tensor
         if name not in LINEAR:
@@ -353,11 +353,11 @@ class Network:
             return found if part is None else found[part]
 
         shapes = [self.shapes[k] for k in before]
-        found = Linear(tuple(before), shapes, run, self._terms(node), factors)
+        found = LinearNode(tuple(before), shapes, run, self._terms(node), factors)
         self._check(node, found)
         return self._add(found, shape)
 
-    def _check(self, node: Node, linear: Linear) -> None:
+    def _check(self, node: Node, linear: LinearNode) -> None:
         """Refuse a node that is not what :class:`Linear` says, at random values."""
         draw = torch.Generator().manual_seed(0)
         one = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wball.certificates.checking.bounds import Bounds, Empty, Parameters
+from wball.certificates.checking.bounds import Empty, Enclosures, Parameters
 from wball.certificates.checking.network import Kink, Network
 from wball.certificates.checking.plans import Supported, Transport
 
@@ -49,7 +49,7 @@ class Proof:
         for images in domains:
             if len(images.point) == listed:
                 continue
-            whole, listed = Bounds(self.network, images), len(images.point)
+            whole, listed = Enclosures(self.network, images), len(images.point)
             for other in range(len(whole.low[-1])):
                 if other != self.label:
                     found = whole.margin(self.label, other, {}).value
@@ -65,7 +65,7 @@ class Proof:
         return min(best.values())
 
     def _part(
-        self, part: Part, outer: Bounds, other: int, leaves: list[tuple[Part, Parameters]]
+        self, part: Part, outer: Enclosures, other: int, leaves: list[tuple[Part, Parameters]]
     ) -> float:
         """The bound of one part inside an ``outer`` one; ``leaves`` are those of the certificate in
         it."""
@@ -81,7 +81,7 @@ class Proof:
                 break
         return least
 
-    def _bounded(self, part: Part, outer: Bounds, other: int, given: Parameters) -> float:
+    def _bounded(self, part: Part, outer: Enclosures, other: int, given: Parameters) -> float:
         """Bound one part, and then bound it again assuming that the margin is at most 0."""
         case, against = copy(outer), None
         case.low, case.high = ([v.clone() for v in ends] for ends in (outer.low, outer.high))
@@ -92,7 +92,7 @@ class Proof:
             ends[unit] = sign * (sign * ends[unit]).clamp(min=0)
         try:
             for _ in range(ROUNDS):
-                case = Bounds(self.network, outer.images, case, against)
+                case = Enclosures(self.network, outer.images, case, against)
                 found = case.margin(self.label, other, given)
                 if found.value > 0:
                     return found.value if against is None else POSITIVE

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wball.inputs import largest, per_image
 from wball.kernels.column_problem import Best, Problem
-from wball.kernels.proximal_newton.reference_dual import DAMPING, Dual, State, ascend
+from wball.kernels.proximal_newton.reference_dual import DAMPING, Dual, DualState, ascend
 from wball.plan import Plan
 
 FIRST, COOLING, COLDEST = 0.5, 6.0, 1e-13
@@ -37,7 +37,9 @@ def proximal_newton(
     heat = (FIRST * torch.where(size > 1e-200, size, 1.0)).maximum(problem.tau)
     coldest = torch.maximum(COLDEST * heat, problem.tau)
     centre, room = (problem.x, 1 / heat) if linear else (torch.zeros_like(start), sharp)
-    last = s = State(start, best.psi.clone(), heat, centre, room, torch.full_like(heat, DAMPING))
+    last = s = DualState(
+        start, best.psi.clone(), heat, centre, room, torch.full_like(heat, DAMPING)
+    )
     at, rises = Dual(problem, s), sharp > 0
     while True:
         here, s = at.problem, at.at
@@ -55,7 +57,7 @@ def proximal_newton(
             left = ~(ends | problem.deadline.late | (settled & here.done(best, active)))
             # Potentials are nearly linear in the temperature.
             far, far_psi = (s.u - last.u) / COOLING, (s.psi - last.psi) / COOLING
-            further = State(
+            further = DualState(
                 torch.where(per_image(cold, far), s.u, s.u + far),
                 torch.where(cold, s.psi, (s.psi + far_psi).clamp(min=0)),
                 (s.heat / COOLING).maximum(coldest),
@@ -66,7 +68,7 @@ def proximal_newton(
             sharp = torch.where(settled & cold, SHARPER * sharp, sharp)[left]
             last, s = s.where(settled, last), further.where(settled, s)
             active, coldest = active[left], coldest[left]
-            last, s = (State(*(values[left] for values in state)) for state in (last, s))
+            last, s = (DualState(*(values[left] for values in state)) for state in (last, s))
             if not active.numel():
                 return n_iter
             at = Dual(problem.take(active), s)

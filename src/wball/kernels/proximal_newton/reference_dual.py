@@ -35,7 +35,7 @@ column alone changes by ``heat / damping`` at most. It begins at ``DAMPING``; a 
 be shortened takes it times ``RELAX``, and another one takes that back."""
 
 
-class State(NamedTuple):
+class DualState(NamedTuple):
     """Where images are: duals, temperature, the proximal term of linear columns, and damping."""
 
     u: Tensor
@@ -45,15 +45,17 @@ class State(NamedTuple):
     room: Tensor
     damping: Tensor
 
-    def where(self, mask: Tensor, other: State) -> State:
+    def where(self, mask: Tensor, other: DualState) -> DualState:
         pairs = zip(self, other, strict=True)
-        return State(*(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs))
+        return DualState(
+            *(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs)
+        )
 
 
 class Dual:
     """The dual at a state, the plan there and the columns that it should have."""
 
-    def __init__(self, problem: Problem, s: State) -> None:
+    def __init__(self, problem: Problem, s: DualState) -> None:
         x, moves, f, u, room = (
             problem.x,
             problem.moves,
