@@ -38,6 +38,10 @@ GROUPS = (3.0, 4.0, 6.0, 10.0, math.inf)
 SEARCH = 30
 """Steps of bisection for the price of the budget, in float32."""
 
+PRICED, FEW = (0.25, 0.5, 0.75, 1.0), 64
+"""Quantiles of a row that are tried as prices of pixels, for up to ``FEW`` rows: a pixel is charged
+for what it is worth beyond the quantile, which is nothing at the last."""
+
 LARGEST = 4096
 """Largest number of pixels of an image: its costs are held as a matrix."""
 
@@ -139,7 +143,12 @@ class Transport:
     def highest(self, rows: Tensor, prices: Tensor | None = None) -> Tensor:
         """Upper bounds of rows over the ball, (R,). They are valid for any prices of the pixels and
         of the budget."""
-        prices = torch.zeros_like(self.high)[None] if prices is None else prices
+        if prices is None:
+            maps = rows[:, 1 : 1 + len(self.high)].unflatten(1, self.planes)
+            shares = PRICED if len(rows) <= FEW else PRICED[-1:]
+            tried = (maps - maps.quantile(share, 2, keepdim=True) for share in shares)
+            least = [self.highest(rows, price.clamp(min=0).flatten(1)) for price in tried]
+            return torch.stack(least).amin(0)
         at = rows.clone()
         at[:, 1 : 1 + len(self.high)] -= prices
         paid = (prices.clamp(min=0) * self.high + prices.clamp(max=0) * self.low).sum(1)
