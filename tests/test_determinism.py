@@ -11,10 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import wball
+from problems import ExactNet
 
 BALL = wball.WassersteinBall(0.2)
 
@@ -24,30 +24,16 @@ def digits() -> Tensor:
     return nn.functional.avg_pool2d(wball.load_sample("mnist")[0][:7], 2)
 
 
-class Net(nn.Module):
-    """Sums in float64, so that a batch of another size does not round the logits differently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.first = nn.Parameter(torch.randn(196, 16, generator=generator) / 6)
-        self.second = nn.Parameter(torch.randn(16, 10, generator=generator) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(x.flatten(1).double() @ self.first.double())
-        return (hidden @ self.second.double()).to(x.dtype)
-
-
 @pytest.fixture
 def labels(digits: Tensor) -> Tensor:
-    return Net()(digits).argmax(1)
+    return ExactNet()(digits).argmax(1)
 
 
 def test_evaluations_repeat_to_the_byte(digits: Tensor, labels: Tensor, tmp_path: Path) -> None:
     for name in ("one", "two"):
         attack = wball.DualAveraging(BALL, steps=8, until_success=False)
         wball.evaluate(
-            Net(), digits, labels, BALL, [0.05, 0.2], attack, out=tmp_path / name, seed=4, batch_size=3,
+            ExactNet(), digits, labels, BALL, [0.05, 0.2], attack, out=tmp_path / name, seed=4, batch_size=3,
             name=wball.Names(command="c"),
         )  # fmt: skip
     for file in ("results.json", "examples.safetensors", "exhibit.safetensors"):

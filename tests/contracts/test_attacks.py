@@ -19,7 +19,7 @@ import wball
 from contracts.attacks import ATTACKS, BALL, SOLVERS
 from contracts.balls import BALLS
 from contracts.balls import images as images_of
-from problems import Case
+from problems import Case, ExactNet
 from wball import (
     PGD,
     AttackResult,
@@ -474,20 +474,6 @@ def test_dropping_images_late_changes_nothing(case: Case, monkeypatch: pytest.Mo
 # --------------------------------------------------------------------------------------------------
 
 
-class Exact(nn.Module):
-    """Sums in float64, so that a batch of another size does not round the logits differently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.first = nn.Parameter(torch.randn(196, 16, generator=generator) / 6)
-        self.second = nn.Parameter(torch.randn(16, 10, generator=generator) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(x.flatten(1).double() @ self.first.double())
-        return (hidden @ self.second.double()).to(x.dtype)
-
-
 @pytest.fixture(scope="module")
 def digits() -> Tensor:
     return nn.functional.avg_pool2d(wball.load_sample("mnist")[0][:5], 2)
@@ -495,13 +481,13 @@ def digits() -> Tensor:
 
 @pytest.mark.parametrize("name", ["dual averaging, random start", "linf pgd", "pgd, entropic, l2"])
 def test_same_seed_same_bits(digits: Tensor, name: str) -> None:
-    labels = Exact()(digits).argmax(1)
+    labels = ExactNet()(digits).argmax(1)
 
     def attacked(seed: int | None) -> Tensor:
         torch.rand(3)  # the global state plays no role
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         attack = replace(ATTACKS[name].at(0.05), until_success=False)
-        return attack(Exact(), digits, labels, generator=generator).images
+        return attack(ExactNet(), digits, labels, generator=generator).images
 
     assert torch.equal(attacked(1), attacked(1)) and torch.equal(attacked(None), attacked(None))
     assert not torch.equal(attacked(1), attacked(2))
@@ -514,11 +500,14 @@ def test_batch_size_and_order_do_not_matter(digits: Tensor, name: str) -> None:
     options = {f.name for f in fields(attack)}  # type: ignore[arg-type]
     random = {"random_start": 0.0, "until_success": False}
     attack = replace(attack, **{k: v for k, v in random.items() if k in options})
-    labels, order = Exact()(digits).argmax(1), torch.tensor([4, 2, 0, 1, 3])
-    whole, turned = attack(Exact(), digits, labels), attack(Exact(), digits[order], labels[order])
+    labels, order = ExactNet()(digits).argmax(1), torch.tensor([4, 2, 0, 1, 3])
+    whole, turned = (
+        attack(ExactNet(), digits, labels),
+        attack(ExactNet(), digits[order], labels[order]),
+    )
     torch.testing.assert_close(turned.images, whole.images[order], rtol=0, atol=1e-6)
     assert torch.equal(turned.success, whole.success[order])
-    parts = [attack(Exact(), digits[k : k + 1], labels[k : k + 1]) for k in range(3)]
+    parts = [attack(ExactNet(), digits[k : k + 1], labels[k : k + 1]) for k in range(3)]
     torch.testing.assert_close(
         torch.cat([p.images for p in parts]), whole.images[:3], rtol=0, atol=1e-6
     )

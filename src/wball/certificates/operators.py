@@ -38,6 +38,7 @@ from wball.certificates.graph import (
 )
 from wball.certificates.program import (
     SAFETY,
+    VIEWS,
     Program,
     UnsupportedModule,
     exported,
@@ -95,8 +96,6 @@ FACTORS = known("mm.default addmm.default bmm.default mv.default dot.default con
 """Linear in one argument at a time."""
 
 PLUS, TIMES = known("add.Tensor add.Scalar"), known("mul.Tensor mul.Scalar")
-
-VIEWS = dict.fromkeys(known("view.default _unsafe_view.default"), aten.reshape.default)
 
 SHAPES_ONLY = known(
     "full_like.default zeros_like.default ones_like.default empty_like.default new_zeros.default "

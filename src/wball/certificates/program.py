@@ -43,8 +43,11 @@ BATCHES = (2, 512)
 """Batch sizes in which a program is compared with its module: the first for two images only."""
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
-"""Operations that need memory as the exporter foresaw it, which depends on device and layout."""
+VIEWS: dict[Any, Any] = dict.fromkeys(
+    (aten.view.default, aten._unsafe_view.default), aten.reshape.default
+)
+"""What runs instead of operations that need memory laid out as the exporter foresaw it, which
+depends on device and layout."""
 
 STEPS = (1e-3, 0.01, 0.1, 0.3)
 """Distances of the points at which they are compared, on the way from an image to noise."""
@@ -103,9 +106,7 @@ class Program:
             return dtype if arg is self.dtype else arg
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
-        target: Any = node.target
-        if target in VIEWS:
-            target = aten.reshape.default
+        target: Any = VIEWS.get(node.target, node.target)
         found = target(*map(translated, args), **{k: translated(v) for k, v in kwargs.items()})
         made = not node.all_input_nodes and getattr(found, "dtype", None) == self.dtype
         return found.to(dtype) if made else found  # torch.arange(4.0) has a precision of its own

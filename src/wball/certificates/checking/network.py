@@ -207,7 +207,7 @@ class Network:
         if bool((off > ALIKE * self.kind.eps * theirs.abs().nan_to_num(0.0, 0.0, 0.0).max()).any()):
             raise Unfollowed(
                 "the program's answer for an image depends on the other images of its batch or on "
-                "memory that nobody wrote, or is not what the checker reads"
+                "uninitialised memory, or is not what the checker reads"
             )
 
     # ---- what a node is
@@ -217,7 +217,7 @@ class Network:
         name, reads = _name(node), self._reads(node)
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if random or "empty" in name:
-            raise self._refused(node, "it is random, or memory that nobody wrote")
+            raise self._refused(node, "it is random, or uninitialised memory")
         value = self.values[node] = self.program.apply(node, self.values, self.program.dtype)
         if not reads or name in SHAPES:
             return

@@ -86,7 +86,7 @@ class Answer:
 
     @staticmethod
     def start(x: Tensor, seconds: Tensor) -> Answer:
-        """Nothing is known, and each image took so many seconds already."""
+        """Nothing is known yet; ``seconds`` is the time that each image has taken so far."""
         none = torch.zeros_like(seconds, dtype=torch.bool)
         lowest, nothing = torch.full_like(seconds, -math.inf), [None] * x.shape[0]
         return Answer(lowest, none, none.clone(), x.clone(), list(nothing), seconds.clone())

@@ -61,7 +61,7 @@ of large batches."""
 REGISTERS = 64
 """Registers of a thread: the most that leaves room for 1024 threads on a multiprocessor."""
 CROWD = 16
-"""Programs that work alone, for each multiprocessor: so many have memory of their own."""
+"""Independent programs per multiprocessor; each has its own memory."""
 _COLD_PRICE, _COST_TOL, _RANGE, _SPREAD, _KAPPA, _PACE, _PACING, _SWEEPS, _PLAIN = map(
     tl.constexpr,
     (COLD_PRICE, COST_TOL, RANGE, SPREAD, KAPPA, PACE, PACING, REPAIR_SWEEPS, PLAIN_SWEEPS),
